@@ -1,0 +1,48 @@
+# Two commands do everything: `make demo` runs the main job on a small model, `make test` runs the tests.
+# Both create .venv and install what they need, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean help
+
+help:
+	@echo "make demo    the main job, end to end, on a tiny model and real photographs (about 3 minutes)"
+	@echo "make test    the tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make clean   remove what the demo wrote"
+
+# The file marks a finished installation: one that was interrupted is done again.
+$(VENV)/.installed: pyproject.toml setup.cfg constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Python 3.10 or newer is needed: make PYTHON=python3.11 …"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+		|| { echo "no virtual environment could be made; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+DEMO := configs/demo.yaml
+
+demo: export PATH := $(CURDIR)/$(BIN):$(PATH)
+demo: $(VENV)/.installed
+	rm -rf demo
+	python tools/make_tiny_model.py demo/model
+	python tools/make_photo_edits.py demo/photos --rows 72
+	qie-precompute --config $(DEMO) --end-idx 36
+	qie-precompute --config $(DEMO) --start-idx 36
+	qie-stats demo/shards --verify
+	qie-train --config $(DEMO) --set cache.use_cache=false --set train.max_steps=40 --set train.output_dir=demo/live
+	qie-train --config $(DEMO) demo/shards
+	python tools/demo_report.py demo
+
+clean:
+	rm -rf demo

@@ -1,0 +1,81 @@
+"""From a configuration to the objects that the commands call: the one place where encoders meet data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from qie.config import Config
+from qie.devices import resolve_device, resolve_dtype
+from qie.encode import Encoder
+from qie.encode.images import decode_image
+from qie.errors import RowError, UsageError
+from qie.predict import Painter
+from qie.pretrained import ENCODERS, open_checkpoint, recipe_of
+from qie.recipe import Recipe
+
+
+def quiet_libraries() -> None:
+    """No progress bars of the libraries beside ours."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.disable_progress_bar()
+        library.set_verbosity_error()
+
+
+def open_encoder(config: Config) -> Encoder:
+    """The encoder of a configuration; its weights are hashed now and loaded on first use.
+
+    Raises:
+        ModelError: the checkpoint lacks an encoder, or is of another kind.
+        ConfigError: a device is not there.
+    """
+    vae_device = resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device")
+    text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
+    checkpoint = open_checkpoint(config.model.pretrained_model_name_or_path, config.model.family)
+    recipe = recipe_of(
+        checkpoint,
+        area_px=config.data.area_px,
+        text_area_px=config.data.text_area_px,
+        vae_dtype=resolve_dtype(config.cache.compute_dtype, vae_device),
+        text_dtype=resolve_dtype(config.cache.compute_dtype, text_device),
+    )
+    return Encoder(checkpoint, recipe, vae_device, text_device)
+
+
+def open_painter(config: Config, lora: Path | None) -> Painter:
+    """The painter of a configuration, on the devices of its section predict."""
+    devices = config.predict.devices
+    transformer_device = resolve_device(devices.transformer, "predict.devices.transformer")
+    cache = config.cache.model_copy(
+        update={"vae_encoder_device": devices.vae, "text_encoder_device": devices.text_encoder}
+    )
+    checkpoint = open_checkpoint(
+        config.model.pretrained_model_name_or_path, config.model.family, (*ENCODERS, "transformer", "scheduler")
+    )
+    return Painter(
+        checkpoint,
+        open_encoder(config.model_copy(update={"cache": cache})),
+        vae_device=resolve_device(devices.vae, "predict.devices.vae"),
+        transformer_device=transformer_device,
+        dtype=getattr(torch, resolve_dtype(config.cache.compute_dtype, transformer_device)),
+        lora=lora,
+    )
+
+
+def read_images(paths: Iterable[str]) -> list[Image.Image]:
+    """Image files, decoded as rows are. Raises UsageError when one is missing or is no image."""
+    images = []
+    for path in paths:
+        try:
+            images.append(decode_image(Path(path).read_bytes(), "the file", Recipe.background))
+        except OSError as error:
+            raise UsageError(f"the image cannot be read: {error.strerror}", where=path) from error
+        except RowError as error:
+            raise UsageError(error.what, where=path, found=error.found) from error
+    return images

@@ -1,0 +1,102 @@
+"""What the commands share: options, error messages and exit codes, progress."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+config_option = click.option("--config", "config_path", required=True, metavar="FILE", help="YAML configuration.")
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a configuration value; repeatable."
+)
+quiet_option = click.option("--quiet", is_flag=True, help="No progress, only results and errors.")
+
+
+def explained(command: Command) -> Command:
+    """Show a QieError as a message instead of a traceback, and exit by its code; Ctrl-C exits with 130."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        from qie.errors import QieError
+
+        try:
+            return command(*args, **kwargs)
+        except QieError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted: what was published stays; run the same command again to go on", err=True)
+            sys.exit(130)
+        except BrokenPipeError:
+            # The reader of our output has left (such as `| head`); nothing of it may be flushed at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
+
+    return wrapper  # type: ignore[return-value]
+
+
+class Progress:
+    """Progress on stderr: a bar on a terminal, a line every `every_s` seconds in a log, nothing when quiet.
+
+    Args:
+        what: name of the work.
+        total: how many units there are.
+        unit: what is counted.
+        quiet: show nothing.
+        every_s: seconds between lines when stderr is no terminal.
+    """
+
+    def __init__(self, what: str, total: int, unit: str, *, quiet: bool, every_s: float = 10.0) -> None:
+        self._what, self._total, self._unit, self._every_s = what, total, unit, every_s
+        self._done, self._started, self._printed = 0, time.monotonic(), time.monotonic()
+        self._bar: Any = None
+        self._lines = not quiet and not sys.stderr.isatty()
+        if not quiet and not self._lines:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, unit=f" {unit}", desc=what, dynamic_ncols=True, leave=False)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def at(self, done: int, note: str = "") -> None:
+        """`done` units are done; `note` stands behind the numbers."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif self._lines and (time.monotonic() - self._printed >= self._every_s or done == self._total != self._done):
+            rate = done / max(time.monotonic() - self._started, 1e-9)
+            left = f"{(self._total - done) / rate:.0f} s left" if rate else "?"
+            rest = f", {note}" if note else ""
+            line = f"{self._what}: {done}/{self._total} {self._unit}, {rate:.2f}/s, {left}{rest}"
+            click.echo(line, err=True)
+            self._printed = time.monotonic()
+        self._done = done
+
+    def say(self, line: str) -> None:
+        """A line that stays, above the bar; nothing when quiet."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        elif self._lines:
+            click.echo(line, err=True)
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 kB', in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,100 @@
+"""qie-train: batches in, an adapter out."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from qie.cli.common import Progress, config_option, explained, quiet_option, set_option
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from qie.config import Config
+    from qie.data.stream import Stream
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("shards", nargs=-1)
+@config_option
+@click.option("--resume", metavar="DIR|latest", help="Go on from a checkpoint as if the run had never stopped.")
+@set_option
+@quiet_option
+@explained
+def main(
+    shards: tuple[str, ...], config_path: str, resume: str | None, overrides: tuple[str, ...], quiet: bool
+) -> None:
+    """Train on SHARDS: directories, globs, or patterns with {000..999} braces.
+
+    Without SHARDS those in cache.cache_dir are used; with cache.use_cache false, or without a cache_dir, the rows of
+    data.source are encoded live.
+
+    Ctrl-C finishes the current step, saves a checkpoint and exits with 0; go on with --resume latest.
+    """
+    from accelerate import Accelerator
+
+    from qie.cli.assemble import quiet_libraries
+    from qie.config import load_config
+    from qie.pretrained import open_checkpoint
+    from qie.training.loop import train
+
+    config = load_config(config_path, overrides)
+    checkpoint = open_checkpoint(
+        config.model.pretrained_model_name_or_path, config.model.family, components=("transformer", "scheduler")
+    )
+    quiet_libraries()
+    accelerator = Accelerator(
+        mixed_precision=config.train.mixed_precision,
+        log_with=config.logging.report_to or None,
+        project_dir=config.train.output_dir,
+    )
+    stream = _stream(config, shards, accelerator, quiet or not accelerator.is_main_process)
+    if config.logging.report_to:
+        accelerator.init_trackers("qie")
+    quiet = quiet or not accelerator.is_main_process
+    with Progress("training", config.train.max_steps, "steps", quiet=quiet) as progress:
+        outcome = train(
+            config,
+            checkpoint,
+            stream,
+            accelerator,
+            resume=resume,
+            on_step=lambda metrics: progress.at(metrics.step, f"loss {metrics.loss:.4f}"),
+            on_validation=lambda step, loss: progress.say(f"step {step}: validation loss {loss:.4f}"),
+        )
+    if accelerator.is_main_process:
+        state = "stopped" if outcome.interrupted else "done"
+        click.echo(f"{state} after {outcome.step} steps; adapter and state in {outcome.checkpoint}")
+
+
+def _stream(config: Config, shards: tuple[str, ...], accelerator: Accelerator, quiet: bool) -> Stream:
+    from qie.config import required
+    from qie.data import open_stream
+
+    settings = {
+        "batch_size": config.data.batch_size,
+        "seed": config.train.seed,
+        "tail": config.data.tail,
+        "validation_rows": config.validation.rows,
+        "rank": accelerator.process_index,
+        "world_size": accelerator.num_processes,
+    }
+    places = shards or ((config.cache.cache_dir,) if config.cache.use_cache and config.cache.cache_dir else ())
+    if places:
+        return open_stream(places, **settings)
+
+    from qie.cli.assemble import open_encoder
+    from qie.data.sources import open_source
+
+    source = open_source(required(config.data.source, "data.source", "SHARDS, cache.cache_dir, or a folder of rows"))
+    with Progress("looking at", len(source), "rows", quiet=quiet) as progress:
+        stream = open_stream(source, encoder=open_encoder(config), progress=progress.at, **settings)
+    for row in stream.samples.skipped:
+        click.echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
+    return stream
+
+
+if __name__ == "__main__":  # accelerate launch --module qie.cli.train
+    sys.exit(main())

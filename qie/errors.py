@@ -1,0 +1,83 @@
+"""What can go wrong, as a tree. Whoever catches `QieError` catches everything that qie raises on purpose.
+
+    QieError                      exit code 1: the work found a fault
+    ├── UsageError                exit code 2: the command line, or a path on it, is wrong
+    │   ├── ConfigError           the configuration file or a --set
+    │   ├── SourceError           the rows cannot be opened at all
+    │   └── ModelError            a checkpoint lacks a component, or is of another kind
+    ├── RowError                  one row cannot be encoded; a run skips and counts it
+    └── ShardError                a shard or an index is missing, damaged or foreign
+        └── RecipeMismatchError   shards of another recipe (exit code 2: nothing was damaged, the wrong ones were named)
+
+Every error says what is wrong and, where they are known, where, what was expected, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+
+class QieError(Exception):
+    """A fault that is explained to the user instead of shown as a traceback.
+
+    Args:
+        what: the fault, one sentence without a final stop.
+        where: file, shard, key, row or config key.
+        expected: what should have been there.
+        found: what was there instead.
+        hint: what the user can do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: object = None,
+        expected: object = None,
+        found: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        facts = {"where": self.where, "expected": self.expected, "found": self.found, "to do": self.hint}
+        return "\n".join(
+            [self.what, *(f"  {name + ':':<10}{fact}" for name, fact in facts.items() if fact is not None)]
+        )
+
+
+class UsageError(QieError):
+    """The command line, or something it points at, is wrong. Nothing was done."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """The configuration file or a `--set` is wrong."""
+
+
+class SourceError(UsageError):
+    """Rows cannot be opened: a missing folder, an unknown layout."""
+
+
+class ModelError(UsageError):
+    """A checkpoint cannot be used: a missing component, a wrong class, a family that does not fit."""
+
+
+class RowError(QieError):
+    """One row cannot be encoded. `what` is the reason that the list of skipped rows keeps."""
+
+
+class ShardError(QieError):
+    """A shard or its index is missing, damaged or not qie's."""
+
+
+class RecipeMismatchError(ShardError):
+    """Shards that were made by another recipe than the one asked for, or by several."""
+
+    exit_code = 2

@@ -1,0 +1,41 @@
+"""Which shards a run writes: the asked range, cut by the grid, around what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from qie.errors import UsageError
+
+Range = tuple[int, int]
+
+
+def resolve_range(start: int, stop: int | None, rows: int) -> Range:
+    """[start, stop) within a source of `rows` rows. Raises UsageError when it holds no row."""
+    end = rows if stop is None else min(stop, rows)
+    if not 0 <= start < end:
+        raise UsageError(
+            "the range holds no rows",
+            expected=f"0 ≤ start-idx < end-idx, within the source's {rows} rows",
+            found=f"--start-idx {start} --end-idx {'(all)' if stop is None else stop}",
+        )
+    return start, end
+
+
+def shard_ranges(start: int, stop: int, shard_size: int, published: Iterable[Range]) -> list[Range]:
+    """The shards that together hold [start, stop), in order.
+
+    A published shard that begins within the range is one of them, as it is: whether it is still right is for the caller
+    to find out. What is left is cut at multiples of `shard_size`, so that every split of a dataset on such multiples
+    gives the same shards.
+    """
+    there = sorted((first, last) for first, last in published if first < stop and last > start)
+    ranges, at = [], start
+    for first, last in [*there, (stop, stop)]:
+        while at < first:
+            end = min((at // shard_size + 1) * shard_size, first)
+            ranges.append((at, end))
+            at = end
+        if start <= first < last:
+            ranges.append((first, last))
+        at = max(at, last)
+    return ranges

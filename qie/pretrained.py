@@ -1,0 +1,202 @@
+"""A checkpoint in the diffusers layout: where it lies, which family it is, what its components contain.
+
+Nothing here imports torch: a recipe can be known, and a wrong checkpoint refused, before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qie.errors import ModelError
+from qie.recipe import FAMILIES, Family, Recipe, canonical_json, template_digest
+
+COMPONENT_CLASSES = {
+    "vae": "AutoencoderKLQwenImage",
+    "text_encoder": "Qwen2_5_VLForConditionalGeneration",
+    "transformer": "QwenImageTransformer2DModel",
+    "scheduler": "FlowMatchEulerDiscreteScheduler",
+}
+ENCODERS = ("vae", "text_encoder", "tokenizer", "processor")
+_CONFIG_FILES = {
+    "tokenizer": ("tokenizer_config.json",),
+    "processor": ("preprocessor_config.json", "processor_config.json"),
+    "scheduler": ("scheduler_config.json",),
+}
+_NOT_CONTENT = {"_name_or_path", "_diffusers_version", "transformers_version"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A local folder that holds a Qwen-Image-Edit model, and its family."""
+
+    folder: Path
+    family: Family
+
+    def component(self, name: str) -> Path:
+        """Folder of a component, known to be there and of the right class.
+
+        Raises:
+            ModelError: it is missing, or its config names another class.
+        """
+        folder = self.folder / name
+        configs = [folder / file for file in _CONFIG_FILES.get(name, ("config.json",))]
+        config = next((path for path in configs if path.is_file()), None)
+        if config is None:
+            raise ModelError(
+                f"the checkpoint has no usable {name}",
+                where=folder,
+                expected=" or ".join(path.name for path in configs),
+                found=_listing(folder),
+                hint="download the whole model, or correct model.pretrained_model_name_or_path",
+            )
+        expected = COMPONENT_CLASSES.get(name)
+        found = _class_name(read_json(config))
+        if expected and found != expected:
+            raise ModelError(f"the {name} is of another class", where=config, expected=expected, found=found)
+        return folder
+
+
+def open_checkpoint(name_or_path: str, family: str = "auto", components: tuple[str, ...] = ENCODERS) -> Checkpoint:
+    """The checkpoint in a folder, or on the Hugging Face hub, with `components` checked and present.
+
+    Raises:
+        ModelError: there is none, a component is missing or foreign, or `family` does not fit it.
+    """
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        folder = _download(name_or_path, components)
+    index = folder / "model_index.json"
+    if not index.is_file():
+        raise ModelError(
+            "the folder holds no diffusers checkpoint",
+            where=folder,
+            expected="model_index.json",
+            found=_listing(folder),
+            hint="model.pretrained_model_name_or_path is the folder that holds vae/, text_encoder/ and transformer/",
+        )
+    checkpoint = Checkpoint(folder, _family(read_json(index).get("_class_name"), family, index))
+    for component in components:
+        checkpoint.component(component)
+    return checkpoint
+
+
+def recipe_of(
+    checkpoint: Checkpoint, *, area_px: int | None, text_area_px: int | None, vae_dtype: str, text_dtype: str
+) -> Recipe:
+    """The recipe of encoding with `checkpoint`; areas of None are the family's own."""
+    with ThreadPoolExecutor() as pool:
+        vae, text_encoder, tokenizer = pool.map(
+            content_hash, [checkpoint.component(name) for name in ("vae", "text_encoder", "tokenizer")]
+        )
+    family = checkpoint.family
+    return Recipe(
+        family=family.name,
+        vae=vae,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        processor=hashlib.sha256(canonical_json(image_processor_config(checkpoint)).encode()).hexdigest(),
+        area_px=area_px or family.area_px,
+        text_area_px=text_area_px or family.text_area_px,
+        vae_dtype=vae_dtype,
+        text_dtype=text_dtype,
+        template=template_digest(family),
+        multiple_px=family.multiple_px,
+    )
+
+
+def image_processor_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What Qwen2VLImageProcessor is built from, from either of the two layouts in which it is saved."""
+    folder = checkpoint.component("processor")
+    newer = folder / "processor_config.json"
+    if newer.is_file() and "image_processor" in (config := read_json(newer)):
+        return dict(config["image_processor"])
+    return read_json(folder / "preprocessor_config.json")
+
+
+def content_hash(folder: Path) -> str:
+    """SHA-256 over a component's configuration and weight files, by name; where it lies does not count."""
+    whole = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in (".json", ".safetensors", ".txt", ".jinja"):
+            continue
+        if path.name == "config.json":
+            config = {name: value for name, value in read_json(path).items() if name not in _NOT_CONTENT}
+            digest = hashlib.sha256(canonical_json(config).encode()).hexdigest()
+        else:
+            digest = file_hash(path)
+        whole.update(f"{path.name} {digest}\n".encode())
+    return whole.hexdigest()
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file of any size, 64 hex characters."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a checkpoint. Raises ModelError when the file holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError("a file of the checkpoint cannot be read", where=path, found=error) from error
+    if not isinstance(value, dict):
+        raise ModelError("a file of the checkpoint is no JSON object", where=path, found=type(value).__name__)
+    return value
+
+
+def _family(pipeline: str | None, wanted: str, index: Path) -> Family:
+    found = next((family for family in FAMILIES.values() if family.pipeline == pipeline), None)
+    if found is None:
+        raise ModelError(
+            "the checkpoint is of no family that qie knows",
+            where=index,
+            expected=" or ".join(family.pipeline for family in FAMILIES.values()),
+            found=pipeline,
+        )
+    if wanted not in ("auto", found.name):
+        raise ModelError(
+            "model.family does not fit the checkpoint",
+            where=index,
+            expected=wanted,
+            found=f"{found.name} ({pipeline})",
+            hint="set model.family to auto",
+        )
+    return found
+
+
+def _class_name(config: dict[str, Any]) -> str | None:
+    name = config.get("_class_name") or next(iter(config.get("architectures") or []), None)
+    return str(name) if name else None
+
+
+def _listing(folder: Path) -> str:
+    if not folder.is_dir():
+        return "no such folder"
+    names = sorted(path.name for path in folder.iterdir())
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "an empty folder"
+
+
+def _download(name: str, components: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["model_index.json", *(f"{component}/*" for component in components)]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            "no such model",
+            where=name,
+            expected="a folder in the diffusers layout, or the name of a model on the Hugging Face hub",
+            found=str(error).splitlines()[0],
+            hint="correct model.pretrained_model_name_or_path",
+        ) from error

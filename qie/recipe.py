@@ -1,0 +1,185 @@
+"""The recipe: all that decides how a row becomes tensors, its digest, and the content keys that follow from it.
+
+A recipe is a value. Two runs with equal recipes give equal tensors (on equal hardware and threads); a run with any
+other recipe gives other keys, so a stale sample is not refused but simply never found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from qie.errors import RecipeMismatchError
+from qie.types import Row
+
+ENCODING_VERSION = 1
+"""Raised whenever qie itself would compute other tensors from the same inputs."""
+
+NULL_PROMPT = " "
+"""What the released pipelines are called with for classifier-free guidance without a negative prompt."""
+
+_SYSTEM = (
+    "<|im_start|>system\n"
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "
+    "the user's text instruction should alter or modify the image. Generate a new image that meets the user's "
+    "requirements while maintaining consistency with the original input where appropriate.<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The values in which the members of the model family differ. The texts are those of diffusers' pipelines.
+
+    Attributes:
+        name: as in the configuration.
+        pipeline: class name of the diffusers pipeline, as in `model_index.json`.
+        area_px: image area that the VAE sees.
+        text_area_px: image area that Qwen2.5-VL sees; None when it sees the VAE's own image.
+        image_text: what stands for image number `{number}` in the text; `{pads}` becomes its image tokens.
+        max_controls: how many controls a row may have; None for any number.
+    """
+
+    name: str
+    pipeline: str
+    area_px: int
+    text_area_px: int | None
+    image_text: str
+    max_controls: int | None
+    before_prompt: str = _SYSTEM
+    after_prompt: str = "<|im_end|>\n<|im_start|>assistant\n"
+    drop_tokens: int = 64
+    multiple_px: int = 32
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(
+            name="edit",
+            pipeline="QwenImageEditPipeline",
+            area_px=1024 * 1024,
+            text_area_px=None,
+            image_text="<|vision_start|>{pads}<|vision_end|>",
+            max_controls=1,
+        ),
+        Family(
+            name="edit_plus",
+            pipeline="QwenImageEditPlusPipeline",
+            area_px=1024 * 1024,
+            text_area_px=384 * 384,
+            image_text="Picture {number}: <|vision_start|>{pads}<|vision_end|>",
+            max_controls=None,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything but the row itself that changes a sample's tensors.
+
+    Attributes:
+        family: name in `FAMILIES`.
+        vae, text_encoder, tokenizer, processor: content hashes of the components, 64 hex characters each.
+        area_px, text_area_px: image areas for the VAE and for Qwen2.5-VL (None: the VAE's image).
+        vae_dtype, text_dtype: precision of the computation, such as "bfloat16".
+        template: hash of the text around images and prompt, and of the null prompt.
+        multiple_px: sizes are rounded to this multiple.
+        background: colour that transparent images are laid on.
+        storage_dtype: precision of what is stored.
+        encoding_version: see `ENCODING_VERSION`.
+    """
+
+    family: str
+    vae: str
+    text_encoder: str
+    tokenizer: str
+    processor: str
+    area_px: int
+    text_area_px: int | None
+    vae_dtype: str
+    text_dtype: str
+    template: str
+    multiple_px: int = 32
+    background: str = "#ffffff"
+    storage_dtype: str = "float16"
+    encoding_version: int = ENCODING_VERSION
+
+    @property
+    def full_digest(self) -> str:
+        return hashlib.sha256(canonical_json(asdict(self)).encode()).hexdigest()
+
+    @property
+    def digest(self) -> str:
+        """The short hash that people see: 16 hex characters."""
+        return self.full_digest[:16]
+
+    def key(self, row: Row) -> str:
+        """The content key of `row`: 64 hex characters.
+
+        SHA-256 over the recipe, then the NFC prompt, target, mask and each control, every part as its own SHA-256 under
+        its name, so that no two different rows can run together into the same bytes.
+        """
+        parts = [("prompt", normal_prompt(row.prompt).encode()), ("target", row.target)]
+        if row.mask is not None:
+            parts.append(("mask", row.mask))
+        parts += [("control", control) for control in row.controls]
+        whole = hashlib.sha256(self.full_digest.encode())
+        for name, content in parts:
+            whole.update(f"\n{name} {hashlib.sha256(content).hexdigest()}".encode())
+        return whole.hexdigest()
+
+    def explain(self, other: Recipe) -> list[str]:
+        """One line for every field in which `other` differs; empty when the recipes are equal."""
+        pairs = [(field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
+        return [
+            f"{name}: {_short(mine)} here, {_short(theirs)} there" for name, mine, theirs in pairs if mine != theirs
+        ]
+
+    def require_equal(self, other: Recipe, where: object, hint: str) -> None:
+        """Raise RecipeMismatchError, naming the differing fields, unless `other` is this recipe."""
+        if self == other:
+            return
+        raise RecipeMismatchError(
+            f"shards of another recipe: {'; '.join(self.explain(other))}",
+            where=where,
+            expected=f"recipe {self.digest}",
+            found=f"recipe {other.digest}",
+            hint=hint,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Recipe:
+        """The recipe of an index. Raises KeyError or TypeError when fields are missing or unknown."""
+        known = {field.name for field in fields(cls)}
+        if set(values) != known:
+            raise TypeError(f"recipe fields {sorted(set(values) ^ known)} are missing or unknown")
+        return cls(**values)
+
+
+def normal_prompt(prompt: str) -> str:
+    """The prompt as it is hashed and encoded: Unicode NFC, so that equal text is equal bytes."""
+    return unicodedata.normalize("NFC", prompt)
+
+
+def template_digest(family: Family) -> str:
+    """Hash of all text around a prompt, and of what is dropped of it."""
+    texts = (family.before_prompt, family.image_text, family.after_prompt, str(family.drop_tokens), NULL_PROMPT)
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def canonical_json(value: object) -> str:
+    """JSON with one spelling per value: sorted keys, no spaces, characters as they are."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text[:12] + "…" if len(text) == 64 else text

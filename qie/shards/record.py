@@ -1,0 +1,192 @@
+"""Sample <-> the bytes of one `<key>.safetensors` member.
+
+The writing is left to the safetensors library. Reading is done here, because the library can neither read from an
+offset in a larger file nor hand out tensors without copying them.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from qie.errors import ShardError
+from qie.recipe import canonical_json
+from qie.types import Sample
+
+FORMAT_VERSION = 1
+
+_DTYPES = {"F16": torch.float16, "BOOL": torch.bool, "U8": torch.uint8}
+_ITEM_BYTES = {"F16": 2, "BOOL": 1, "U8": 1}
+_REQUIRED = {
+    "pixel_latent": ("F16", 4),
+    "control_latent": ("F16", None),
+    "prompt_embed": ("F16", 2),
+    "prompt_embeds_mask": ("BOOL", 1),
+    "empty_prompt_embed": ("F16", 2),
+    "empty_prompt_embeds_mask": ("BOOL", 1),
+}
+_OPTIONAL = {"loss_mask": ("U8", 2)}
+
+
+def encode(sample: Sample, recipe_digest: str) -> bytes:
+    """The record of a sample: a function of the sample alone, so equal samples are equal bytes.
+
+    Of the null prompt's embedding only the tail behind `shared_prefix` is stored. Several controls, which may differ in
+    size, are stored as one flat tensor with their shapes in the metadata.
+    """
+    several = len(sample.control_latent) > 1
+    flat = torch.cat([latent.reshape(-1) for latent in sample.control_latent]) if several else sample.control_latent[0]
+    tensors = {
+        "pixel_latent": sample.pixel_latent,
+        "control_latent": flat,
+        "prompt_embed": sample.prompt_embed,
+        "prompt_embeds_mask": sample.prompt_embeds_mask,
+        "empty_prompt_embed": sample.empty_prompt_embed[sample.shared_prefix :],
+        "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask,
+    }
+    if sample.loss_mask is not None:
+        tensors["loss_mask"] = sample.loss_mask
+    about = {
+        "clipped": sample.clipped,
+        "control_shapes": [list(latent.shape) for latent in sample.control_latent],
+        "format_version": FORMAT_VERSION,
+        "key": sample.key,
+        "prompt": sample.prompt,
+        "recipe": recipe_digest,
+        "shared_prefix": sample.shared_prefix,
+    }
+    # One metadata entry only: the library writes several in an order that changes from process to process.
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return bytes(save(contiguous, {"qie": canonical_json(about)}))
+
+
+def decode(record: memoryview, where: str) -> Sample:
+    """The sample in a record. Its tensors share the record's memory, except the joined null prompt.
+
+    Args:
+        record: the member's bytes, in a writable buffer (torch takes no other without a warning).
+        where: shard and member, for messages.
+
+    Raises:
+        ShardError: the record is malformed; every defect has its own message.
+    """
+    header, body = _split(record, where)
+    about = _about(header.pop("__metadata__", None), where)
+    tensors = {name: _tensor(name, entry, body, where) for name, entry in header.items()}
+    for name, (dtype, dimensions) in (_REQUIRED | _OPTIONAL).items():
+        if name not in tensors:
+            if name in _OPTIONAL:
+                continue
+            raise ShardError("a tensor is missing from the record", where=where, expected=name, found=sorted(tensors))
+        tensor = tensors[name]
+        if tensor.dtype != _DTYPES[dtype] or (dimensions is not None and tensor.ndim != dimensions):
+            raise ShardError(
+                f"{name} has another type or rank",
+                where=where,
+                expected=f"{dtype} of {dimensions or 'any number of'} dimensions",
+                found=f"{tensor.dtype} {list(tensor.shape)}",
+            )
+    prefix = about["shared_prefix"]
+    if not 0 <= prefix <= len(tensors["prompt_embed"]):
+        raise ShardError("shared_prefix is longer than the prompt", where=where, found=prefix)
+    return Sample(
+        key=about["key"],
+        prompt=about["prompt"],
+        pixel_latent=tensors["pixel_latent"],
+        control_latent=_controls(tensors["control_latent"], about["control_shapes"], where),
+        prompt_embed=tensors["prompt_embed"],
+        prompt_embeds_mask=tensors["prompt_embeds_mask"],
+        empty_prompt_embed=torch.cat([tensors["prompt_embed"][:prefix], tensors["empty_prompt_embed"]]),
+        empty_prompt_embeds_mask=tensors["empty_prompt_embeds_mask"],
+        shared_prefix=prefix,
+        loss_mask=tensors.get("loss_mask"),
+        clipped=about["clipped"],
+    )
+
+
+def tensor_bytes(sample: Sample) -> dict[str, int]:
+    """Bytes that each tensor of a sample takes in its record."""
+    stored = {
+        "pixel_latent": sample.pixel_latent.nbytes,
+        "control_latent": sum(latent.nbytes for latent in sample.control_latent),
+        "prompt_embed": sample.prompt_embed.nbytes,
+        "prompt_embeds_mask": sample.prompt_embeds_mask.nbytes,
+        "empty_prompt_embed": sample.empty_prompt_embed[sample.shared_prefix :].nbytes,
+        "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask.nbytes,
+    }
+    return stored if sample.loss_mask is None else stored | {"loss_mask": sample.loss_mask.nbytes}
+
+
+def _split(record: memoryview, where: str) -> tuple[dict[str, Any], memoryview]:
+    if len(record) < 8:
+        raise ShardError(
+            "the record is shorter than its header's length field", where=where, found=f"{len(record)} bytes"
+        )
+    length = int.from_bytes(record[:8], "little")
+    if length > len(record) - 8:
+        raise ShardError(
+            "the header is longer than the record", where=where, expected=f"≤ {len(record) - 8}", found=length
+        )
+    try:
+        header = json.loads(bytes(record[8 : 8 + length]))
+    except ValueError as error:
+        raise ShardError("the header is no JSON", where=where, found=error) from error
+    if not isinstance(header, dict):
+        raise ShardError("the header is no JSON object", where=where, found=type(header).__name__)
+    return header, record[8 + length :]
+
+
+def _about(metadata: object, where: str) -> dict[str, Any]:
+    try:
+        about = json.loads(metadata["qie"])  # type: ignore[index]
+        version = about["format_version"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ShardError(
+            "the record was not written by qie", where=where, expected="metadata 'qie'", found=metadata
+        ) from error
+    if version != FORMAT_VERSION:
+        raise ShardError(
+            "the record is of another format version",
+            where=where,
+            expected=FORMAT_VERSION,
+            found=version,
+            hint="read it with the qie that wrote it, or precompute again",
+        )
+    kinds = {"key": str, "prompt": str, "control_shapes": list, "shared_prefix": int, "clipped": int}
+    for name, kind in kinds.items():
+        if not isinstance(about.get(name), kind):
+            raise ShardError(f"the record's {name} is missing or wrong", where=where, found=about.get(name))
+    return about  # type: ignore[no-any-return]
+
+
+def _tensor(name: str, entry: Any, body: memoryview, where: str) -> torch.Tensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], [int(size) for size in entry["shape"]], entry["data_offsets"]
+        item_bytes = _ITEM_BYTES[dtype]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ShardError(f"the header's entry for {name} is malformed", where=where, found=entry) from error
+    if not 0 <= begin <= end <= len(body):
+        raise ShardError(
+            f"{name} lies outside the record", where=where, expected=f"within {len(body)}", found=[begin, end]
+        )
+    if min(shape, default=0) < 0 or prod(shape) * item_bytes != end - begin:
+        raise ShardError(
+            f"{name} has a size that its shape does not give", where=where, expected=shape, found=end - begin
+        )
+    if begin == end:
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+    return torch.frombuffer(body[begin:end], dtype=_DTYPES[dtype]).view(shape)
+
+
+def _controls(stored: torch.Tensor, shapes: list[Any], where: str) -> tuple[torch.Tensor, ...]:
+    sizes = [prod(shape) for shape in shapes]
+    if not shapes or sum(sizes) != stored.numel():
+        raise ShardError(
+            "control_latent does not fit control_shapes", where=where, expected=shapes, found=list(stored.shape)
+        )
+    parts = torch.split(stored.reshape(-1), sizes)
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))

@@ -1,0 +1,1 @@
+"""Training: the transformer learns from batches. Never loads an encoder."""

@@ -1,0 +1,141 @@
+"""The three values that travel through qie: Row, Sample, Batch.
+
+Shapes are written with these letters everywhere:
+
+    B  samples in a batch      H, W  height and width of a latent (image pixels / 8)
+    C  latent channels (16)    L     text tokens (template prefix dropped)
+    D  width of a text token
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training example as its owner has it. Images are the bytes of their files, undecoded.
+
+    Attributes:
+        index: position in the source, from 0.
+        name: what the owner calls it, for messages; not part of its identity.
+        target: the image to be learnt.
+        controls: the images to edit, in order; at least one.
+        prompt: the instruction, as given (it is normalised to NFC before it is hashed or encoded).
+        mask: image whose bright parts weigh as foreground in the loss.
+    """
+
+    index: int
+    name: str
+    target: bytes
+    controls: tuple[bytes, ...]
+    prompt: str
+    mask: bytes | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A row's encoded tensors, as they are stored: FP16, masks as bool or uint8.
+
+    Attributes:
+        key: content hash of the row under its recipe, 64 hex characters.
+        prompt: the prompt that was encoded.
+        pixel_latent: the target, [C, 1, H, W].
+        control_latent: each control in order, [C, 1, H_i, W_i].
+        prompt_embed: [L, D].
+        prompt_embeds_mask: [L], all true for a single sample.
+        empty_prompt_embed: the same images with the null prompt, [L0, D].
+        empty_prompt_embeds_mask: [L0].
+        shared_prefix: number of leading tokens in which both embeddings are equal, because the images stand before
+            the prompt in a causal model. Stored once.
+        loss_mask: [H, W] uint8, 255 is foreground; None when the row has no mask.
+        clipped: how many values were finite but beyond FP16's range and were clipped to ±65504.
+    """
+
+    key: str
+    prompt: str
+    pixel_latent: torch.Tensor
+    control_latent: tuple[torch.Tensor, ...]
+    prompt_embed: torch.Tensor
+    prompt_embeds_mask: torch.Tensor
+    empty_prompt_embed: torch.Tensor
+    empty_prompt_embeds_mask: torch.Tensor
+    shared_prefix: int
+    loss_mask: torch.Tensor | None = None
+    clipped: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        """What a batch must hold one of: the latent sizes of target and controls."""
+        return Shape(_size(self.pixel_latent), tuple(_size(latent) for latent in self.control_latent))
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """Latent sizes (H, W) of a sample's target and controls. The transformer takes one shape per batch."""
+
+    target: tuple[int, int]
+    controls: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        controls = " + ".join(f"{w * 8}×{h * 8}" for h, w in self.controls)
+        return f"{self.target[1] * 8}×{self.target[0] * 8} px from {controls}"
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Samples of one shape, stacked. Prompts are padded with zeros to the longest.
+
+    Attributes:
+        keys: content hash of each sample.
+        indices: the samples' positions in their stream.
+        weight: [B] float32, 1 on average over the global batch; 0 marks a sample that only fills up the last batch of a
+            shape.
+        pixel_latent: [B, C, 1, H, W].
+        control_latent: each control, [B, C, 1, H_i, W_i].
+        prompt_embed: [B, L, D].
+        prompt_embeds_mask: [B, L] bool; None when nothing is padded, which attention computes faster.
+        empty_prompt_embed: [B, L0, D].
+        empty_prompt_embeds_mask: [B, L0] bool or None.
+        loss_mask: [B, H, W] uint8; None when no sample has one. Samples without a mask are all foreground.
+    """
+
+    keys: tuple[str, ...]
+    indices: tuple[int, ...]
+    weight: torch.Tensor
+    pixel_latent: torch.Tensor
+    control_latent: tuple[torch.Tensor, ...]
+    prompt_embed: torch.Tensor
+    prompt_embeds_mask: torch.Tensor | None
+    empty_prompt_embed: torch.Tensor
+    empty_prompt_embeds_mask: torch.Tensor | None
+    loss_mask: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+        """The batch on a device, its latents and embeddings in `dtype`; masks and weights keep theirs."""
+
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            weight=self.weight.to(device, non_blocking=True),
+            pixel_latent=self.pixel_latent.to(device, dtype, non_blocking=True),
+            control_latent=tuple(latent.to(device, dtype, non_blocking=True) for latent in self.control_latent),
+            prompt_embed=self.prompt_embed.to(device, dtype, non_blocking=True),
+            prompt_embeds_mask=moved(self.prompt_embeds_mask),
+            empty_prompt_embed=self.empty_prompt_embed.to(device, dtype, non_blocking=True),
+            empty_prompt_embeds_mask=moved(self.empty_prompt_embeds_mask),
+            loss_mask=moved(self.loss_mask),
+        )
+
+
+def _size(latent: torch.Tensor) -> tuple[int, int]:
+    return int(latent.shape[-2]), int(latent.shape[-1])
