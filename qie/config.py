@@ -6,6 +6,7 @@ One field here is one behaviour somewhere: a field that nothing reads does not b
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,6 +19,15 @@ from qie.errors import ConfigError
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 T = TypeVar("T")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the floats of its version 1.2: PyYAML alone reads the `1e-4` that everybody writes as a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
 
 
 class Section(BaseModel):
@@ -158,7 +168,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise ConfigError("the configuration file cannot be read", where=path, found=error.strerror) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -191,7 +201,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
     if not equals or not all([*sections, last]):
         raise ConfigError("a --set cannot be understood", found=override, expected="section.key=value")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError("the value of a --set is no YAML", where=name, found=_one_line(error)) from error
     for section in sections:

@@ -47,6 +47,8 @@ class Painter:
         dtype: torch.dtype,
         lora: Path | None = None,
     ) -> None:
+        if lora is not None:
+            _check_adapter(lora)
         self._encoder = encoder
         self._max_controls = checkpoint.family.max_controls
         self.pipeline: DiffusionPipeline = getattr(diffusers, checkpoint.family.pipeline)(
@@ -83,7 +85,7 @@ class Painter:
         Args:
             images: upright RGB controls; exactly one for family edit.
             prompt, negative_prompt: instruction, and what to steer away from.
-            steps: denoising steps.
+            steps: denoising steps, at least 2: the schedule has a first and a last one.
             cfg: guidance scale; 1 and below does without the negative prompt, in half the time.
             seed: of the noise.
             on_step: called with the number of steps done.
@@ -119,32 +121,35 @@ class Painter:
         return {name: embed[None], f"{name}_mask": mask}
 
 
-def save_image(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:
-    """Write an image whole or not at all; a PNG carries `settings` as text under the name qie.
-
-    Raises:
-        UsageError: the folder is missing, or the ending names no image format.
-    """
-    suffix = path.suffix.lower()
-    if suffix not in Image.registered_extensions():
+def check_output(path: Path) -> None:
+    """Raise UsageError when no image can be written to `path`: to be asked before the work, not after it."""
+    if path.suffix.lower() not in Image.registered_extensions():
         raise UsageError("the ending names no image format", where=path, expected="such as .png or .jpg")
-    if not path.parent.is_dir():
-        raise UsageError("the output's folder does not exist", where=path.parent)
+    if not path.parent.is_dir() or path.is_dir():
+        raise UsageError("nothing can be written there", where=path, expected="a file in a folder that exists")
+
+
+def save_image(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:
+    """Write an image whole or not at all; a PNG carries `settings` as text under the name qie."""
+    check_output(path)
     about = PngImagePlugin.PngInfo()
     about.add_itxt("qie", json.dumps(settings, ensure_ascii=False))
     partial = path.with_name(f".{path.name}.partial")
     try:
-        image.save(partial, format=Image.registered_extensions()[suffix], pnginfo=about)
+        image.save(partial, format=Image.registered_extensions()[path.suffix.lower()], pnginfo=about)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _load_lora(pipeline: DiffusionPipeline, lora: Path) -> None:
+def _check_adapter(lora: Path) -> None:
     if not (lora / ADAPTER_FILE).is_file():
         raise UsageError(
             "no adapter in this folder", where=lora, expected=ADAPTER_FILE, hint="give a checkpoint-NNNNNN folder"
         )
+
+
+def _load_lora(pipeline: DiffusionPipeline, lora: Path) -> None:
     try:
         pipeline.load_lora_weights(lora, weight_name=ADAPTER_FILE, local_files_only=True)
     except (ValueError, RuntimeError, OSError) as error:

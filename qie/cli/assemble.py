@@ -18,16 +18,6 @@ from qie.pretrained import ENCODERS, open_checkpoint, recipe_of
 from qie.recipe import Recipe
 
 
-def quiet_libraries() -> None:
-    """No progress bars of the libraries beside ours."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    for library in (diffusers.utils.logging, transformers.utils.logging):
-        library.disable_progress_bar()
-        library.set_verbosity_error()
-
-
 def open_encoder(config: Config) -> Encoder:
     """The encoder of a configuration; its weights are hashed now and loaded on first use.
 

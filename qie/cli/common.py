@@ -43,6 +43,16 @@ def explained(command: Command) -> Command:
     return wrapper  # type: ignore[return-value]
 
 
+def quiet_libraries() -> None:
+    """No progress bars or advice of the libraries beside ours."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.disable_progress_bar()
+        library.set_verbosity_error()
+
+
 class Progress:
     """Progress on stderr: a bar on a terminal, a line every `every_s` seconds in a log, nothing when quiet.
 

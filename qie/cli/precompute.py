@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
-from qie.cli.common import Progress, config_option, explained, human_bytes, quiet_option, set_option
+from qie.cli.common import Progress, config_option, explained, human_bytes, quiet_libraries, quiet_option, set_option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from qie.data.sources import Source
+    from qie.encode import Encoder
+    from qie.precompute import Report
+    from qie.shards.index import Skipped
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,7 +61,7 @@ def main(
     """
     from pathlib import Path
 
-    from qie.cli.assemble import open_encoder, quiet_libraries
+    from qie.cli.assemble import open_encoder
     from qie.config import load_config, required
     from qie.data.sources import open_source
     from qie.precompute import precompute, resolve_range
@@ -69,13 +79,18 @@ def main(
         report = precompute(
             rows_from,
             encoder,
-            encoder.recipe,
             directory,
             rows=(first, last),
             shard_size=shard_size,
             on_error="stop" if on_error == "stop" else "skip",
             progress=lambda done: progress.at(done.rows, f"{len(done.skipped)} skipped" if done.skipped else ""),
         )
+    _print(report, directory)
+    _list_skipped(report.skipped)
+    sys.exit(1 if report.skipped else 0)
+
+
+def _print(report: Report, directory: Path) -> None:
     click.echo(
         f"{report.encoded} rows encoded, {report.reused} there already, {len(report.skipped)} skipped; "
         f"{report.shards_written} shards written ({human_bytes(report.bytes_written)}), "
@@ -85,11 +100,9 @@ def main(
         click.echo(f"{report.shards_busy} shards are being written by another run and were left to it")
     if report.clipped:
         click.echo(f"{report.clipped} values were beyond FP16's range and were clipped; qie-stats says where")
-    _list_skipped(report.skipped)
-    sys.exit(1 if report.skipped else 0)
 
 
-def _dry_run(source, encoder, first: int, last: int, quiet: bool) -> int:  # type: ignore[no-untyped-def]
+def _dry_run(source: Source, encoder: Encoder, first: int, last: int, quiet: bool) -> int:
     """Check rows and count shapes; returns the exit code."""
     from collections import Counter
 
@@ -113,7 +126,7 @@ def _dry_run(source, encoder, first: int, last: int, quiet: bool) -> int:  # typ
     return 1 if skipped else 0
 
 
-def _list_skipped(skipped, most: int = 20) -> None:  # type: ignore[no-untyped-def]
+def _list_skipped(skipped: Sequence[Skipped], most: int = 20) -> None:
     for row in skipped[:most]:
         click.echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
     if len(skipped) > most:

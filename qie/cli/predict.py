@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from qie.cli.common import Progress, config_option, explained, quiet_option, set_option
+from qie.cli.common import Progress, config_option, explained, quiet_libraries, quiet_option, set_option
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -15,7 +15,7 @@ from qie.cli.common import Progress, config_option, explained, quiet_option, set
 @click.option("--prompt", required=True, help="The instruction.")
 @click.option("--negative-prompt", default=" ", help="What to steer away from.")
 @click.option("--lora", metavar="DIR", help="Folder of an adapter, such as a training checkpoint.")
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(1), help="Denoising steps.")
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(2), help="Denoising steps.")
 @click.option("--cfg", default=4.0, show_default=True, help="Guidance scale; 1 does without guidance.")
 @click.option("--seed", default=0, show_default=True, help="Of the noise.")
 @click.option("--output", required=True, metavar="FILE", help="The image to write.")
@@ -38,13 +38,14 @@ def main(
     """Paint: edit an image by an instruction, with the base model or with an adapter."""
     from pathlib import Path
 
-    from qie.cli.assemble import open_painter, quiet_libraries, read_images
+    from qie.cli.assemble import open_painter, read_images
     from qie.config import load_config
-    from qie.predict import save_image
+    from qie.predict import check_output, save_image
 
     config = load_config(config_path, overrides)
     quiet_libraries()
     target = Path(output)
+    check_output(target)
     controls = read_images(images)
     painter = open_painter(config, Path(lora) if lora else None)
     with Progress("painting", steps, "steps", quiet=quiet) as progress:

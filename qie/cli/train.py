@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qie.cli.common import Progress, config_option, explained, quiet_option, set_option
+from qie.cli.common import Progress, config_option, explained, quiet_libraries, quiet_option, set_option
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -35,7 +35,6 @@ def main(
     """
     from accelerate import Accelerator
 
-    from qie.cli.assemble import quiet_libraries
     from qie.config import load_config
     from qie.pretrained import open_checkpoint
     from qie.training.loop import train
@@ -50,7 +49,7 @@ def main(
         log_with=config.logging.report_to or None,
         project_dir=config.train.output_dir,
     )
-    stream = _stream(config, shards, accelerator, quiet or not accelerator.is_main_process)
+    stream = _stream(config, checkpoint.family.name, shards, accelerator, quiet or not accelerator.is_main_process)
     if config.logging.report_to:
         accelerator.init_trackers("qie")
     quiet = quiet or not accelerator.is_main_process
@@ -69,9 +68,10 @@ def main(
         click.echo(f"{state} after {outcome.step} steps; adapter and state in {outcome.checkpoint}")
 
 
-def _stream(config: Config, shards: tuple[str, ...], accelerator: Accelerator, quiet: bool) -> Stream:
+def _stream(config: Config, family: str, shards: tuple[str, ...], accelerator: Accelerator, quiet: bool) -> Stream:
     from qie.config import required
     from qie.data import open_stream
+    from qie.errors import RecipeMismatchError
 
     settings = {
         "batch_size": config.data.batch_size,
@@ -83,7 +83,17 @@ def _stream(config: Config, shards: tuple[str, ...], accelerator: Accelerator, q
     }
     places = shards or ((config.cache.cache_dir,) if config.cache.use_cache and config.cache.cache_dir else ())
     if places:
-        return open_stream(places, **settings)
+        stream = open_stream(places, **settings)
+        found = stream.samples.recipe
+        if found.family != family:
+            raise RecipeMismatchError(
+                "the shards are of another model family",
+                where=", ".join(places),
+                expected=family,
+                found=f"{found.family} (recipe {found.digest})",
+                hint="train the model that they were made for, or precompute again for this one",
+            )
+        return stream
 
     from qie.cli.assemble import open_encoder
     from qie.data.sources import open_source

@@ -14,7 +14,7 @@ import torch
 from qie.data.plan import PLAN_VERSION, PlannedBatch, Tail, held_out, plan_epoch
 from qie.data.sources import Source
 from qie.errors import QieError, RowError, UsageError
-from qie.recipe import canonical_json
+from qie.recipe import Recipe, canonical_json
 from qie.shards.index import Skipped
 from qie.types import Batch, Row, Sample, Shape
 
@@ -29,6 +29,9 @@ class Samples(Protocol):
     def keys(self) -> Sequence[str]: ...
 
     @property
+    def recipe(self) -> Recipe: ...
+
+    @property
     def skipped(self) -> Sequence[Skipped]:
         """Rows that are not among the samples, and why."""
 
@@ -37,6 +40,9 @@ class Samples(Protocol):
 
 class RowEncoder(Protocol):
     """What turns rows into samples. `qie.encode.Encoder` is one; a stream is given it and never makes it."""
+
+    @property
+    def recipe(self) -> Recipe: ...
 
     def inspect(self, row: Row) -> tuple[str, Shape]:
         """Key and shape without encoding. Raises RowError when the row cannot be encoded."""
@@ -78,6 +84,10 @@ class LiveSamples:
                 keys.append(found[0])
                 shapes.append(found[1])
         return cls(source, encoder, tuple(rows), tuple(keys), tuple(shapes), tuple(skipped))
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.encoder.recipe
 
     def load(self, position: int) -> Sample:
         sample = self.encoder.encode(self.source.read(self.rows[position]))

@@ -44,7 +44,6 @@ class Report:
 def precompute(
     source: Source,
     encoder: RowEncoder,
-    recipe: Recipe,
     directory: Path,
     *,
     rows: Range,
@@ -61,6 +60,7 @@ def precompute(
         RecipeMismatchError: the directory holds shards of another recipe.
         RowError: a row cannot be encoded and `on_error` is "stop".
     """
+    recipe = encoder.recipe
     there = _published(directory, recipe, rows, len(source))
     report = Report()
     for first, last in shard_ranges(*rows, shard_size, there):

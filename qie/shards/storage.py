@@ -36,7 +36,7 @@ def find_indexes(places: Iterable[str | Path]) -> list[Path]:
                 where=place,
                 expected="tars with an index beside each, such as 00000000-00000064.tar and .json",
                 found=_what_is_there(Path(str(place))),
-                hint="write some with qie-precompute, or correct the path",
+                hint="correct the path, or write shards with qie-precompute",
             )
         indexes += found
     return list(dict.fromkeys(indexes))
@@ -53,8 +53,13 @@ def refuse_url(place: str) -> None:
     scheme = _URL.match(place)
     if scheme is None:
         return
-    hint = "it would run a shell command" if scheme[1].lower() == "pipe" else "copy the files to a local folder first"
-    raise UsageError(f"{scheme[1]}: URLs are not read", where=place, expected="a local path", hint=hint)
+    why = "because they run a shell command" if scheme[1].lower() == "pipe" else "by this version"
+    raise UsageError(
+        f"{scheme[1]}: URLs are not read {why}",
+        where=place,
+        expected="a local path",
+        hint="copy the shards and their indexes to a local folder first",
+    )
 
 
 def _expand(pattern: str) -> list[Path]:

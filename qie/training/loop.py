@@ -58,11 +58,12 @@ def train(
         QieError: the loss is not finite; names the samples of the batch.
     """
     run = _Run(config, checkpoint, stream, accelerator)
+    saved = run.output_dir
     if resume:
-        run.restore(find_checkpoint(resume, run.output_dir))
+        saved = find_checkpoint(resume, run.output_dir)
+        run.restore(saved)
     else:
         _require_unused(run.output_dir)
-    saved = run.output_dir
 
     def validate() -> None:
         if (loss := run.validation_loss()) is not None:
@@ -189,6 +190,6 @@ def _require_finite(loss: torch.Tensor, step: int, keys: tuple[str, ...]) -> Non
         raise QieError(
             "the loss is not finite",
             where=f"step {step}, samples {', '.join(key[:12] for key in keys)}",
-            found=float(loss),
+            found=loss.item(),
             hint="lower optimizer.init_args.lr, or go on from the last checkpoint",
         )

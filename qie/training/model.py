@@ -48,7 +48,7 @@ def add_lora(transformer: QwenImageTransformer2DModel, section: LoraSection, see
     if isinstance(section.target_modules, list):
         for target in section.target_modules:
             if not any(name == target or name.endswith(f".{target}") for name, _ in transformer.named_modules()):
-                near = difflib.get_close_matches(target, sorted(names - {""}), n=3, cutoff=0.3)
+                near = difflib.get_close_matches(target, sorted(names - {""}), n=3, cutoff=0.6)
                 raise ConfigError(
                     "a LoRA target names no module of the transformer",
                     where="model.lora.target_modules",

@@ -1,0 +1,152 @@
+"""Small recipes, samples, entries and shards for tests. Everything follows from its seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qie.recipe import Recipe
+from qie.shards.index import Entry, ShardIndex, Skipped
+from qie.shards.record import encode, tensor_bytes
+from qie.shards.writer import ShardWriter
+from qie.types import Row, Sample
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = Recipe(
+    family="edit_plus",
+    vae="a" * 64,
+    text_encoder="b" * 64,
+    tokenizer="c" * 64,
+    processor="d" * 64,
+    area_px=1024 * 1024,
+    text_area_px=384 * 384,
+    vae_dtype="float32",
+    text_dtype="bfloat16",
+    template="e" * 64,
+)
+TENSORS = (
+    "pixel_latent",
+    "prompt_embed",
+    "prompt_embeds_mask",
+    "empty_prompt_embed",
+    "empty_prompt_embeds_mask",
+    "loss_mask",
+)
+
+
+def make_recipe(**changes: Any) -> Recipe:
+    return replace(RECIPE, **changes)
+
+
+def make_sample(
+    seed: int = 0,
+    *,
+    target: tuple[int, int] = (4, 6),
+    controls: tuple[tuple[int, int], ...] = ((4, 6),),
+    tokens: int = 9,
+    empty_tokens: int = 7,
+    shared_prefix: int = 5,
+    width: int = 8,
+    masked: bool = False,
+    prompt: str | None = None,
+    clipped: int = 0,
+    recipe: Recipe = RECIPE,
+) -> Sample:
+    """A sample whose values span what FP16 holds, as latents and hidden states with massive activations do."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = f"make it {seed} × bluer" if prompt is None else prompt
+    embed = _values(generator, tokens, width)
+    empty = torch.cat([embed[:shared_prefix], _values(generator, empty_tokens - shared_prefix, width)])
+    loss_mask = torch.randint(0, 2, target, generator=generator, dtype=torch.uint8) * 255
+    return Sample(
+        key=recipe.key(Row(seed, "", f"target {seed}".encode(), (b"control",), prompt)),
+        prompt=prompt,
+        pixel_latent=_values(generator, 16, 1, *target),
+        control_latent=tuple(_values(generator, 16, 1, *size) for size in controls),
+        prompt_embed=embed,
+        prompt_embeds_mask=torch.ones(tokens, dtype=torch.bool),
+        empty_prompt_embed=empty,
+        empty_prompt_embeds_mask=torch.ones(empty_tokens, dtype=torch.bool),
+        shared_prefix=shared_prefix,
+        loss_mask=loss_mask if masked else None,
+        clipped=clipped,
+    )
+
+
+def make_entry(sample: Sample, row: int, name: str | None = None) -> Entry:
+    return Entry(
+        row=row,
+        name=f"row {row}" if name is None else name,
+        key=sample.key,
+        shape=sample.shape,
+        tokens=len(sample.prompt_embed),
+        empty_tokens=len(sample.empty_prompt_embed),
+        tensor_bytes=tensor_bytes(sample),
+        clipped=sample.clipped,
+    )
+
+
+def make_skipped(row: int, reason: str = "the target is no image") -> Skipped:
+    return Skipped(row, f"row {row}", reason)
+
+
+def write_shard(
+    directory: Path, samples: Iterable[Sample | None], *, start: int = 0, recipe: Recipe = RECIPE
+) -> ShardIndex:
+    """Publish a shard of consecutive rows from `start`; None is a row that is skipped."""
+    samples = list(samples)
+    with ShardWriter(directory, start, start + len(samples), recipe) as shard:
+        for row, sample in enumerate(samples, start):
+            if sample is None:
+                shard.skip(make_skipped(row))
+            else:
+                shard.add(make_entry(sample, row), encode(sample, recipe.digest))
+        return shard.publish()
+
+
+def split_record(record: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """A record taken apart by hand: the header without metadata, what qie says in the metadata, the tensors' bytes."""
+    length = int.from_bytes(record[:8], "little")
+    header = json.loads(record[8 : 8 + length])
+    return header, json.loads(header.pop("__metadata__")["qie"]), record[8 + length :]
+
+
+def join_record(header: dict[str, Any], about: object, body: bytes) -> bytes:
+    """The inverse of `split_record`, for records that no library would write."""
+    text = json.dumps(header | {"__metadata__": {"qie": json.dumps(about)}}).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two tensors have the same type, shape and bits: -0 is not 0."""
+    if one is None or other is None:
+        return one is other
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))
+
+
+def assert_same(one: Sample, other: Sample) -> None:
+    """That two samples agree in everything, tensors bit for bit."""
+    fields = ("key", "prompt", "shared_prefix", "clipped", "shape")
+    assert [getattr(one, name) for name in fields] == [getattr(other, name) for name in fields]
+    assert len(one.control_latent) == len(other.control_latent)
+    assert all(map(same_bits, one.control_latent, other.control_latent))
+    for name in TENSORS:
+        assert same_bits(getattr(one, name), getattr(other, name)), name
+
+
+def _values(generator: torch.Generator, *size: int) -> torch.Tensor:
+    """Normal values, every eighth or so far out; among the first, where there is room, the ends of FP16 and both zeros."""
+    values = torch.randn(size, generator=generator)
+    far = torch.rand(size, generator=generator) < 0.125
+    values = torch.where(far, values * torch.exp(6 * torch.rand(size, generator=generator)), values).half()
+    ends = torch.tensor([65504.0, -65504.0, 6e-8, -0.0, 0.0], dtype=torch.float16)
+    if values.numel() > len(ends):
+        values.view(-1)[: len(ends)] = ends[torch.randperm(len(ends), generator=generator)]
+    return values

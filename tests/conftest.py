@@ -1,0 +1,90 @@
+"""What tests share: tiny checkpoints, a folder of photographs, an encoder. Made once per session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Bits depend on the number of threads; child processes inherit this.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+ROOT = Path(__file__).resolve().parent.parent
+AREA_PX = 128 * 128
+
+
+def _run_tool(name: str, *arguments: str | Path) -> None:
+    subprocess.run([sys.executable, ROOT / "tools" / name, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_edit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint of family edit: single weight files, hub-style preprocessor_config.json."""
+    folder = tmp_path_factory.mktemp("models") / "edit"
+    _run_tool("make_tiny_model.py", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_edit_plus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint of family edit_plus: sharded weights, processor_config.json."""
+    folder = tmp_path_factory.mktemp("models") / "edit_plus"
+    _run_tool("make_tiny_model.py", folder, "--family", "edit_plus")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder source of 12 rows. Tests that change it copy it first."""
+    folder = tmp_path_factory.mktemp("photos") / "edits"
+    _run_tool("make_photo_edits.py", folder, "--rows", "12")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def encoder(tiny_edit: Path):
+    """The real encoder on the tiny edit checkpoint, at a small image area."""
+    return _encoder(tiny_edit)
+
+
+@pytest.fixture(scope="session")
+def encoder_plus(tiny_edit_plus: Path):
+    """The real encoder on the tiny edit_plus checkpoint, at small image areas."""
+    return _encoder(tiny_edit_plus, text_area_px=AREA_PX // 2)
+
+
+def _encoder(folder: Path, text_area_px: int | None = None):
+    import torch
+
+    from qie.encode import Encoder
+    from qie.pretrained import open_checkpoint, recipe_of
+
+    checkpoint = open_checkpoint(str(folder))
+    dtypes = {"vae_dtype": "float32", "text_dtype": "float32"}
+    recipe = recipe_of(checkpoint, area_px=AREA_PX, text_area_px=text_area_px, **dtypes)
+    return Encoder(checkpoint, recipe, torch.device("cpu"), torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _one_run_per_process():
+    """Accelerate keeps its state for the whole process; each test starts without."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,96 @@
+"""Law 2: a key is a hash of everything that can change a sample's tensors; what changed is never found again."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from qie.precompute import precompute
+from qie.pretrained import open_checkpoint, recipe_of
+from qie.recipe import Recipe
+from qie.shards.reader import ShardSet
+from qie.types import Row
+from tests.stubs import RECIPE, StubEncoder, StubSource
+
+ROW = Row(0, "a", b"target", (b"one", b"two"), "make it night", b"mask")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target": b"target "},
+        {"controls": (b"one", b"two ")},
+        {"controls": (b"two", b"one")},
+        {"controls": (b"one",)},
+        {"controls": (b"onetwo",)},
+        {"controls": (b"one", b"two", b"two")},
+        {"prompt": "make it Night"},
+        {"prompt": "make it night "},
+        {"mask": None},
+        {"mask": b"MASK"},
+        {"mask": None, "controls": (b"mask", b"one", b"two")},
+    ],
+    ids=str,
+)
+def test_a_changed_input_changes_the_key(change: dict) -> None:
+    assert RECIPE.key(replace(ROW, **change)) != RECIPE.key(ROW)
+
+
+def test_neither_index_nor_name_nor_unicode_form_changes_the_key() -> None:
+    composed, decomposed = (replace(ROW, prompt=prompt) for prompt in ("caf\u00e9", "cafe\u0301"))
+    assert RECIPE.key(composed) == RECIPE.key(decomposed)
+    assert RECIPE.key(replace(ROW, index=7, name="b")) == RECIPE.key(ROW)
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Recipe)])
+def test_every_field_of_the_recipe_changes_digest_and_key_and_is_explained(field: str) -> None:
+    value = getattr(RECIPE, field)
+    other = replace(RECIPE, **{field: value + 1 if isinstance(value, int) else f"{value}x"})
+    assert other.digest != RECIPE.digest
+    assert other.key(ROW) != RECIPE.key(ROW)
+    (line,) = RECIPE.explain(other)
+    assert line.startswith(f"{field}: ")
+
+
+def test_the_key_is_the_one_that_the_format_gives() -> None:
+    """Written out by hand from docs/format.md: a changed key would orphan every shard there is."""
+    import hashlib
+
+    def sha(content: bytes) -> str:
+        return hashlib.sha256(content).hexdigest()
+
+    lines = [RECIPE.full_digest, f"prompt {sha(b'make it night')}", f"target {sha(b'target')}", f"mask {sha(b'mask')}"]
+    lines += [f"control {sha(b'one')}", f"control {sha(b'two')}"]
+    assert RECIPE.key(ROW) == sha("\n".join(lines).encode())
+
+
+@pytest.mark.parametrize("file", ["vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"])
+def test_one_changed_bit_of_an_encoders_weights_changes_the_recipe(tiny_edit: Path, tmp_path: Path, file: str) -> None:
+    import shutil
+
+    shutil.copytree(tiny_edit, tmp_path / "model")
+    path = tmp_path / "model" / file
+    settings = {"area_px": None, "text_area_px": None, "vae_dtype": "float32", "text_dtype": "float32"}
+    before = recipe_of(open_checkpoint(str(tmp_path / "model")), **settings)
+    assert before == recipe_of(open_checkpoint(str(tiny_edit)), **settings), "where a checkpoint lies does not count"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    after = recipe_of(open_checkpoint(str(tmp_path / "model")), **settings)
+    (line,) = before.explain(after)
+    assert line.startswith(f"{file.partition('/')[0]}: ")
+
+
+def test_a_changed_row_is_encoded_again_and_no_other(tmp_path: Path) -> None:
+    source = StubSource.of(20)
+    precompute(source, StubEncoder(), tmp_path, rows=(0, 20), shard_size=8)
+    changed = source.changed(5, prompt="another").changed(13, controls=(b"other",))
+    encoder = StubEncoder()
+
+    report = precompute(changed, encoder, tmp_path, rows=(0, 20), shard_size=8)
+
+    assert encoder.encoded == [5, 13]
+    assert (report.encoded, report.reused, report.shards_written, report.shards_kept) == (2, 18, 2, 1)
+    assert [entry.key for entry in ShardSet.open([tmp_path]).entries] == [RECIPE.key(row) for row in changed.rows]

@@ -1,0 +1,118 @@
+"""Law 7: embeddings, latents and pictures are those of the diffusers pipelines as released."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage
+from PIL import Image
+from safetensors.torch import load_file
+
+from qie.encode.images import fit_image
+from qie.encode.text import PromptEncoder
+from qie.predict import Painter
+from qie.pretrained import Checkpoint, open_checkpoint
+from qie.recipe import FAMILIES, NULL_PROMPT
+
+GOLDEN = Path(__file__).resolve().parent.parent / "data" / "golden"
+CASES = json.loads((GOLDEN / "cases.json").read_text())
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    return load_file(GOLDEN / "expected.safetensors")
+
+
+@pytest.fixture(scope="module")
+def encoders() -> dict[str, PromptEncoder]:
+    return {name: PromptEncoder(Checkpoint(GOLDEN, family), CPU, torch.float32) for name, family in FAMILIES.items()}
+
+
+def golden_images(case: dict) -> list[Image.Image]:
+    return [fit_image(Image.open(GOLDEN / name).convert("RGB"), case["area"], 32) for name in case["images"]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_embeddings_equal_the_released_pipelines_bit_for_bit(case: dict, encoders, expected) -> None:
+    embeds = encoders[case["family"]].encode(golden_images(case), case["prompt"])
+    assert torch.equal(embeds.prompt, expected[case["name"]])
+
+
+def test_the_null_prompt_continued_on_the_cache_is_the_null_prompt_encoded_whole(encoders, expected) -> None:
+    case = next(case for case in CASES if case["name"] == "edit.gray")
+    embeds = encoders["edit"].encode(golden_images(case), case["prompt"])
+    whole = expected["edit.null"]
+    assert embeds.empty.shape == whole.shape
+    assert embeds.shared_prefix > 50
+    assert torch.equal(embeds.empty[: embeds.shared_prefix], embeds.prompt[: embeds.shared_prefix])
+    assert (embeds.empty - whole).abs().max() < 2e-6 * whole.std()
+    assert (embeds.prompt[: len(whole)] - whole)[embeds.shared_prefix :].abs().max() > 0.1, "the prompt has no effect"
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_the_template_is_the_pipelines(family) -> None:
+    pipeline = getattr(diffusers, family.pipeline)(None, None, None, None, None, None)
+    template = pipeline.prompt_template_encode
+    image = family.image_text.format(number=1, pads="<|image_pad|>") if family.max_controls == 1 else ""
+    assert template.format("PROMPT") == f"{family.before_prompt}{image}PROMPT{family.after_prompt}"
+    assert pipeline.prompt_template_encode_start_idx == family.drop_tokens
+
+
+def test_latents_equal_the_pipelines(tiny_edit: Path, encoder) -> None:
+    pipeline = diffusers.QwenImageEditPipeline(
+        scheduler=None,
+        vae=AutoencoderKLQwenImage.from_pretrained(tiny_edit / "vae"),
+        text_encoder=None,
+        tokenizer=None,
+        processor=None,
+        transformer=None,
+    )
+    image = Image.open(GOLDEN / "coffee.png").convert("RGB")
+    resized = fit_image(image, encoder.recipe.area_px, 32)
+    pixels = pipeline.image_processor.preprocess(image, resized.height, resized.width).unsqueeze(2)
+    with torch.no_grad():
+        reference = pipeline._encode_vae_image(pixels, generator=None)[0]
+    latent = encoder.vae.encode(resized)
+    assert reference.std() > 0.3
+    assert (latent - reference).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(("family", "count"), [("edit", 1), ("edit_plus", 2)])
+def test_painting_equals_the_pipeline_from_the_same_embeddings(
+    family: str, count: int, request: pytest.FixtureRequest
+) -> None:
+    """At the family's own area, with guidance, bit for bit."""
+    from dataclasses import replace
+
+    from qie.encode import Encoder
+
+    folder = request.getfixturevalue(f"tiny_{family}")
+    checkpoint = open_checkpoint(str(folder), components=("vae", "transformer", "scheduler"))
+    small = request.getfixturevalue("encoder" if family == "edit" else "encoder_plus")
+    # The text encoder sees small images, to be quick; the VAE and the transformer see what the pipeline gives them.
+    recipe = replace(small.recipe, area_px=FAMILIES[family].area_px, text_area_px=16384)
+    encoder = Encoder(small.checkpoint, recipe, CPU, CPU)
+    encoder.__dict__["text"] = small.text
+    images = [Image.open(GOLDEN / name).convert("RGB") for name in ("chelsea.png", "coffee.png")][:count]
+    painter = Painter(checkpoint, encoder, vae_device=CPU, transformer_device=CPU, dtype=torch.float32)
+    painted = painter.paint(images, "make it night", steps=2, cfg=3.0, seed=7)
+
+    embeds = [encoder.embed(images, prompt)[None] for prompt in ("make it night", NULL_PROMPT)]
+    reference = painter.pipeline(
+        image=images if count > 1 else images[0],
+        prompt_embeds=embeds[0],
+        prompt_embeds_mask=torch.ones(embeds[0].shape[:2], dtype=torch.long),
+        negative_prompt_embeds=embeds[1],
+        negative_prompt_embeds_mask=torch.ones(embeds[1].shape[:2], dtype=torch.long),
+        true_cfg_scale=3.0,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(7),
+    ).images[0]
+    assert np.array_equal(np.array(painted), np.array(reference))
+    assert np.array(painted).std() > 5

@@ -1,0 +1,97 @@
+"""Arrows point down only: a module imports from its own layer's package or from lower layers."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.conftest import ROOT
+
+# From the lowest to the highest. Modules on one line do not know each other.
+LAYERS = [
+    ["errors", "types"],
+    ["recipe", "config"],
+    ["pretrained", "devices"],
+    ["shards"],
+    ["data", "encode"],
+    ["precompute", "training"],
+    ["predict", "stats"],
+    ["cli"],
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+HEAVY = {"torch", "diffusers", "transformers", "accelerate", "peft", "PIL", "numpy"}
+
+
+def package(module: str) -> str:
+    return module.split(".")[1]
+
+
+def imports(path) -> list[tuple[str, bool]]:
+    """Imported module names, and whether each is imported when the file is."""
+    tree = ast.parse(path.read_text())
+    late = {
+        id(node) for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
+    }
+    typing = {
+        id(n)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for n in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        at_import = id(node) not in late | typing
+        if isinstance(node, ast.ImportFrom):
+            found.append((node.module or "", at_import))
+        if isinstance(node, ast.Import):
+            found += [(name.name, at_import) for name in node.names]
+    return found
+
+
+def modules():
+    for path in sorted((ROOT / "qie").rglob("*.py")):
+        if path.parent != ROOT / "qie" or path.stem != "__init__":
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts), path
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {package(name) for name, _ in modules()} == set(RANK)
+
+
+def test_no_module_imports_from_its_own_rank_or_above() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name, path in modules()
+        for imported, _ in imports(path)
+        if imported.startswith("qie.")
+        and package(imported) != package(name)
+        and RANK[package(imported)] >= RANK[package(name)]
+        and (package(name), package(imported)) != ("recipe", "types")
+    ]
+    assert wrong == []
+
+
+def test_only_cli_knows_click_and_no_command_imports_anything_heavy_before_it_runs() -> None:
+    for name, path in modules():
+        for imported, at_import in imports(path):
+            top = imported.partition(".")[0]
+            assert top != "click" or package(name) == "cli", name
+            if package(name) == "cli" and path.stem not in ("assemble",):
+                assert not (at_import and (top in HEAVY or (top == "qie" and package(imported) != "cli"))), name
+
+
+def test_training_and_data_never_import_encoders() -> None:
+    for name, path in modules():
+        if package(name) in ("data", "training", "shards", "stats", "precompute"):
+            assert not any(imported.startswith("qie.encode") for imported, _ in imports(path)), name
+
+
+def test_files_and_functions_stay_small() -> None:
+    for name, path in modules():
+        text = path.read_text()
+        assert text.count("\n") <= 265, f"{name} has {text.count(chr(10))} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                docstring = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
+                length = node.end_lineno - node.lineno + 1 - docstring
+                assert length <= 45, f"{name}.{node.name} has {length} lines"

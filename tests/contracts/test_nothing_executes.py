@@ -1,0 +1,88 @@
+"""Law 8: no pickle, no `pipe:`, no shell, no remote code. A shard from a stranger can at worst be refused."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from pathlib import Path
+
+import pytest
+
+from qie.errors import QieError, ShardError, UsageError
+from qie.shards.record import decode
+from qie.shards.storage import find_indexes
+from qie.training.checkpoint import load_checkpoint
+from tests.conftest import ROOT
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "subprocess", "joblib", "pty"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "torch.load",
+    "torch.save",
+    "np.load",
+}
+FORBIDDEN_ARGUMENTS = {"shell", "trust_remote_code", "weights_only", "allow_pickle"}
+
+
+def test_no_module_of_qie_can_run_what_it_reads() -> None:
+    for path in (ROOT / "qie").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import):
+                assert not FORBIDDEN_MODULES & {name.name.partition(".")[0] for name in node.names}, where
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module or "").partition(".")[0] not in FORBIDDEN_MODULES, where
+            if isinstance(node, ast.Call):
+                assert ast.unparse(node.func) not in FORBIDDEN_CALLS, where
+                assert not FORBIDDEN_ARGUMENTS & {argument.arg for argument in node.keywords}, where
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_in_place_of_a_record_is_refused_and_does_nothing(tmp_path: Path) -> None:
+    content = bytearray(pickle.dumps(Touch(tmp_path / "ran")))
+    with pytest.raises(ShardError):
+        decode(memoryview(content), "record")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_in_place_of_a_checkpoints_files_is_refused_and_does_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-000001"
+    folder.mkdir()
+    for name in ("state.json", "optimizer.safetensors", "pytorch_lora_weights.safetensors"):
+        (folder / name).write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
+    with pytest.raises(QieError):
+        load_checkpoint(folder, None, None, None)  # type: ignore[arg-type]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("place", ["pipe:touch {}", "PIPE:touch {}", "pipe:touch {}; cat x.tar"])
+def test_a_pipe_is_refused_and_runs_nothing(tmp_path: Path, place: str) -> None:
+    with pytest.raises(UsageError, match="shell"):
+        find_indexes([place.format(tmp_path / "ran")])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_member_name_cannot_leave_the_shard(tmp_path: Path) -> None:
+    """Nothing is ever extracted: names are looked up in the index, and those that are no keys are refused."""
+    from qie.shards.index import read_index
+
+    index = tmp_path / "00000000-00000001.json"
+    index.write_text(
+        '{"format_version":1,"start":0,"stop":1,"filesize":1,"sha256":"","recipe":{"digest":"x"},"files":{"../x":{}}}'
+    )
+    with pytest.raises(ShardError):
+        read_index(index)

@@ -1,0 +1,70 @@
+"""Law 3: however rows are split into ranges, and in whatever order, samples and bytes are the same."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from qie.data.sources import open_source
+from qie.precompute import precompute
+from qie.shards.reader import ShardSet
+from tests.stubs import StubEncoder, StubSource
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def records(folder: Path) -> list[tuple[int, str, str, bytes]]:
+    shards = ShardSet.open([folder]).shards
+    return [
+        (entry.row, entry.name, entry.key, bytes(shard.record(entry)))
+        for shard in shards
+        for entry in shard.index.samples
+    ]
+
+
+def test_cut_within_a_shard_the_samples_are_the_same_byte_for_byte(photos: Path, encoder, tmp_path: Path) -> None:
+    source = open_source(photos)
+    precompute(source, encoder, tmp_path / "whole", rows=(0, 6), shard_size=4)
+    for rows in ((3, 6), (0, 3)):
+        precompute(source, encoder, tmp_path / "split", rows=rows, shard_size=4)
+    assert records(tmp_path / "split") == records(tmp_path / "whole")
+    assert files(tmp_path / "split").keys() != files(tmp_path / "whole").keys()
+
+
+def test_cut_on_shard_boundaries_the_files_are_the_same(photos: Path, encoder, tmp_path: Path) -> None:
+    source = open_source(photos)
+    precompute(source, encoder, tmp_path / "whole", rows=(0, 6), shard_size=2)
+    for rows in ((4, 6), (0, 2), (2, 4)):
+        precompute(source, encoder, tmp_path / "split", rows=rows, shard_size=2)
+    assert files(tmp_path / "split") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_split_in_any_order_gives_the_same_samples(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    source = StubSource.of(50).changed(7, target=b"broken").changed(20, target=b"missing")
+    precompute(source, StubEncoder(), tmp_path / "whole", rows=(0, 50), shard_size=8)
+    cuts = sorted(draw.sample(range(1, 50), 6))
+    ranges = list(zip([0, *cuts], [*cuts, 50], strict=True))
+    draw.shuffle(ranges)
+    encoders = [StubEncoder() for _ in ranges]
+    for rows, encoder in zip(ranges, encoders, strict=True):
+        precompute(source, encoder, tmp_path / "split", rows=rows, shard_size=8)
+    assert records(tmp_path / "split") == records(tmp_path / "whole")
+    encoded = [row for encoder in encoders for row in encoder.encoded]
+    assert len(encoded) == len(set(encoded)) == 48, "a row was encoded twice, or never"
+
+
+def test_a_row_encodes_to_the_same_bytes_whatever_was_encoded_before_it(photos: Path, encoder) -> None:
+    from qie.shards.record import encode
+
+    source = open_source(photos)
+    alone = encode(encoder.encode(source.read(3)), encoder.recipe.digest)
+    for index in (0, 5, 3, 1):
+        last = encode(encoder.encode(source.read(index)), encoder.recipe.digest)
+        if index == 3:
+            assert last == alone

@@ -1,0 +1,360 @@
+"""The index: the same after a round trip, and refused for every reason that it can be wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qie.errors import ShardError
+from qie.shards.index import (
+    Entry,
+    Member,
+    ShardIndex,
+    Skipped,
+    member_name,
+    parse_stem,
+    read_index,
+    shard_stem,
+)
+from qie.types import Shape
+from tests.builders import RECIPE, make_entry, make_recipe, make_sample, make_skipped
+
+Values = dict[str, Any]
+
+
+def make_index(start: int = 8, stop: int = 12) -> ShardIndex:
+    """Rows 8, 9 and 11 with two records, as 11 equals 8; row 10 skipped."""
+    plain, rich = make_sample(0), make_sample(1, controls=((2, 3), (4, 6)), masked=True, clipped=2)
+    files = {member_name(plain.key): Member(512, 4000, "1" * 64), member_name(rich.key): Member(5120, 4100, "2" * 64)}
+    entries = (make_entry(plain, 8), make_entry(rich, 9, "naïve 日本"), make_entry(plain, 11))
+    skipped = (make_skipped(10),)
+    return ShardIndex(start, stop, 20480, "3" * 64, RECIPE, files, entries, skipped)
+
+
+def write(folder: Path, content: str | bytes, stem: str = "00000008-00000012") -> Path:
+    path = folder / f"{stem}.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def refused(path: Path) -> ShardError:
+    with pytest.raises(ShardError) as error:
+        read_index(path)
+    assert str(path) in str(error.value.where)
+    return error.value
+
+
+def changed(folder: Path, change: Callable[[Values], object]) -> ShardError:
+    """What an index is refused with after a change to its values."""
+    values = json.loads(make_index().to_json())
+    change(values)
+    return refused(write(folder, json.dumps(values)))
+
+
+# What is written is what is read
+
+
+def test_an_index_survives_its_file(tmp_path: Path) -> None:
+    index = make_index()
+
+    assert read_index(write(tmp_path, index.to_json() + "\n")) == index
+
+
+def test_an_index_of_no_rows_survives_its_file(tmp_path: Path) -> None:
+    index = ShardIndex(8, 8, 10240, "3" * 64, RECIPE, {}, (), ())
+
+    assert read_index(write(tmp_path, index.to_json(), "00000008-00000008")) == index
+
+
+def test_an_index_has_one_spelling() -> None:
+    text = make_index().to_json()
+
+    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert "naïve 日本" in text
+
+
+def test_an_index_spells_out_the_recipe_and_its_digest() -> None:
+    values = json.loads(make_index().to_json())
+
+    assert values["recipe"] == {**RECIPE.to_dict(), "digest": RECIPE.digest}
+
+
+def test_an_index_has_the_fields_of_the_format() -> None:
+    values = json.loads(make_index().to_json())
+
+    named = {"format_version", "start", "stop", "filesize", "sha256", "recipe", "files", "samples", "skipped"}
+    assert set(values) == named
+    assert values["format_version"] == 1
+    assert values["samples"][1]["shape"] == {"target": [4, 6], "controls": [[2, 3], [4, 6]]}
+    assert values["skipped"] == [{"row": 10, "name": "row 10", "reason": "the target is no image", "key": None}]
+
+
+# Names
+
+
+def test_a_shard_is_named_after_its_rows() -> None:
+    assert shard_stem(0, 64) == "00000000-00000064"
+    assert shard_stem(99_999_999, 100_000_063) == "99999999-100000063"
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 64), (99_999_999, 100_000_063)])
+def test_a_shards_name_gives_its_rows(start: int, stop: int) -> None:
+    assert parse_stem(shard_stem(start, stop)) == (start, stop)
+
+
+@pytest.mark.parametrize(
+    "stem", ["", "0-64", "0000000-00000064", "00000000_00000064", "00000000-00000064.tar", "x00000000-00000064", "-1-1"]
+)
+def test_a_name_that_is_no_range_is_no_shard(stem: str) -> None:
+    assert parse_stem(stem) is None
+
+
+# Each defect by name
+
+
+def test_an_index_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert refused(tmp_path / "00000000-00000064.json").what == "the index cannot be read"
+
+
+def test_an_index_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    assert refused(write(tmp_path, b'{"a":"\xff"}')).what == "the index cannot be read"
+
+
+@pytest.mark.parametrize("content", ["", " \n", "{", make_index().to_json()[:-1], "tar", "\x00" * 64])
+def test_an_index_that_is_no_json_is_refused(tmp_path: Path, content: str) -> None:
+    error = refused(write(tmp_path, content))
+
+    assert error.what == "the index is damaged or was not written by qie"
+    assert "JSONDecodeError" in str(error.found)
+
+
+def test_an_index_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    assert refused(write(tmp_path, "[" * 200_000)).what == "the index is damaged or was not written by qie"
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "1", '"index"', "{}", '{"format_version":1}'])
+def test_json_that_is_no_index_is_refused(tmp_path: Path, content: str) -> None:
+    assert refused(write(tmp_path, content)).what == "the index is damaged or was not written by qie"
+
+
+@pytest.mark.parametrize("name", sorted(json.loads(make_index().to_json())))
+def test_a_missing_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    assert changed(tmp_path, lambda values: values.pop(name)).found == f"KeyError: '{name}'"
+
+
+@pytest.mark.parametrize("name", sorted(set(Entry.__dataclass_fields__) - {"clipped"}))
+def test_a_missing_field_of_a_sample_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    assert f"'{name}'" in str(changed(tmp_path, lambda values: values["samples"][0].pop(name)).found)
+
+
+@pytest.mark.parametrize("name", sorted(set(Skipped.__dataclass_fields__) - {"key"}))
+def test_a_missing_field_of_a_skipped_row_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    assert f"'{name}'" in str(changed(tmp_path, lambda values: values["skipped"][0].pop(name)).found)
+
+
+@pytest.mark.parametrize("name", sorted(Member.__dataclass_fields__))
+def test_a_missing_field_of_a_member_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    member = member_name(make_sample(0).key)
+
+    assert f"'{name}'" in str(changed(tmp_path, lambda values: values["files"][member].pop(name)).found)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPE.to_dict()))
+def test_a_missing_field_of_the_recipe_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    assert f"'{name}'" in str(changed(tmp_path, lambda values: values["recipe"].pop(name)).found)
+
+
+def test_an_unknown_field_of_the_recipe_is_refused_by_name(tmp_path: Path) -> None:
+    assert "'colour'" in str(changed(tmp_path, lambda values: values["recipe"].update(colour=1)).found)
+
+
+def test_another_format_version_is_refused(tmp_path: Path) -> None:
+    found = changed(tmp_path, lambda values: values.update(format_version=2)).found
+
+    assert found == "ValueError: format version 2, expected 1"
+
+
+def test_another_digest_than_the_recipes_is_refused(tmp_path: Path) -> None:
+    found = changed(tmp_path, lambda values: values["recipe"].update(digest="0" * 16)).found
+
+    assert found == f"ValueError: the recipe's digest is {RECIPE.digest}, not {'0' * 16}"
+
+
+def test_a_recipe_that_was_edited_is_refused(tmp_path: Path) -> None:
+    found = changed(tmp_path, lambda values: values["recipe"].update(area_px=1)).found
+
+    assert found == f"ValueError: the recipe's digest is {make_recipe(area_px=1).digest}, not {RECIPE.digest}"
+
+
+@pytest.mark.parametrize("stem", ["00000008-00000013", "00000007-00000012", "index"])
+def test_another_range_than_the_name_is_refused(tmp_path: Path, stem: str) -> None:
+    error = refused(write(tmp_path, make_index().to_json(), stem))
+
+    assert error.what == "the index is of another range than its name"
+    assert error.found == [8, 12]
+
+
+def test_a_row_that_is_in_neither_list_is_refused(tmp_path: Path) -> None:
+    error = changed(tmp_path, lambda values: values["skipped"].clear())
+
+    assert error.what == "the rows of the index do not add up"
+    assert error.expected == "each of [8, 12) once"
+
+
+def test_a_row_that_is_in_both_lists_is_refused(tmp_path: Path) -> None:
+    error = changed(tmp_path, lambda values: values["skipped"].append({**values["skipped"][0], "row": 9}))
+
+    assert error.what == "the rows of the index do not add up"
+
+
+def test_a_row_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
+    error = changed(tmp_path, lambda values: values["samples"].append(values["samples"][0]))
+
+    assert error.what == "the rows of the index do not add up"
+
+
+def test_a_row_out_of_the_range_is_refused(tmp_path: Path) -> None:
+    assert changed(tmp_path, lambda values: values["samples"][0].update(row=12)).what == (
+        "the rows of the index do not add up"
+    )
+
+
+def test_a_range_of_more_rows_than_memory_holds_is_refused(tmp_path: Path) -> None:
+    index = replace(make_index(), start=0, stop=10**30)
+
+    assert refused(write(tmp_path, index.to_json(), shard_stem(0, 10**30))).what == (
+        "the rows of the index do not add up"
+    )
+
+
+@pytest.mark.parametrize("row", [None, "8", [8], {}])
+def test_a_row_that_is_no_number_is_refused(tmp_path: Path, row: object) -> None:
+    changed(tmp_path, lambda values: values["samples"][0].update(row=row))
+
+
+@pytest.mark.parametrize("offset", [-1, 20480 - 3999, 2**64])
+def test_a_member_out_of_the_file_is_refused(tmp_path: Path, offset: int) -> None:
+    name = member_name(make_sample(0).key)
+    error = changed(tmp_path, lambda values: values["files"][name].update(offset=offset))
+
+    assert error.what == "a member lies outside the shard"
+    assert name in str(error.where)
+
+
+def test_a_member_of_negative_size_is_refused(tmp_path: Path) -> None:
+    name = member_name(make_sample(0).key)
+
+    assert changed(tmp_path, lambda values: values["files"][name].update(size=-1)).what == (
+        "a member lies outside the shard"
+    )
+
+
+@pytest.mark.parametrize("value", [None, "512", [], 512.5])
+@pytest.mark.parametrize("field", ["offset", "size"])
+def test_a_place_that_is_no_whole_number_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    name = member_name(make_sample(0).key)
+
+    changed(tmp_path, lambda values: values["files"][name].update({field: value}))
+
+
+@pytest.mark.parametrize("name", ["start", "stop", "filesize"])
+@pytest.mark.parametrize("value", [None, [], float("inf"), float("nan")])
+def test_a_number_that_is_none_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    assert changed(tmp_path, lambda values: values.update({name: value})).what == (
+        "the index is damaged or was not written by qie"
+    )
+
+
+def test_a_sample_without_a_member_is_refused(tmp_path: Path) -> None:
+    name = member_name(make_sample(0).key)
+    error = changed(tmp_path, lambda values: values["files"].pop(name))
+
+    assert error.what == "the samples and the members of the index differ"
+    assert error.found == [name]
+
+
+def test_a_member_without_a_sample_is_refused(tmp_path: Path) -> None:
+    error = changed(
+        tmp_path, lambda values: values["files"].update(extra={"offset": 512, "size": 1, "sha256": "4" * 64})
+    )
+
+    assert error.what == "the samples and the members of the index differ"
+    assert error.found == ["extra"]
+
+
+# And any other damage
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_mutated_text_is_an_index_or_a_shard_error(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    text = make_index().to_json()
+
+    outcomes = [_outcome(write(tmp_path, _mutated_text(text, dice))) for _ in range(50)]
+
+    assert set(outcomes) <= {ShardIndex, ShardError}
+    assert ShardError in outcomes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_mutated_value_is_an_index_or_a_shard_error(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    text = make_index().to_json()
+
+    outcomes = [_outcome(write(tmp_path, _mutated_value(text, dice))) for _ in range(50)]
+
+    assert set(outcomes) <= {ShardIndex, ShardError}
+    assert ShardError in outcomes
+
+
+def test_the_order_of_parsed_sizes_is_height_then_width(tmp_path: Path) -> None:
+    assert read_index(write(tmp_path, make_index().to_json())).samples[1].shape == Shape((4, 6), ((2, 3), (4, 6)))
+
+
+def _outcome(path: Path) -> type:
+    try:
+        return type(read_index(path))
+    except ShardError:
+        return ShardError
+
+
+def _mutated_text(text: str, dice: random.Random) -> str:
+    """The text with some characters replaced, cut, doubled or moved."""
+    begin, other = sorted(dice.sample(range(len(text)), 2))
+    end = min(other, begin + dice.choice([1, 1, 1, 2, 20, 400]))
+    piece = text[begin:end]
+    swap = "".join(dice.choice('0123456789"[]{},:-.etrue\\\x00\ud7ffé ') for _ in piece)
+    return text[:begin] + dice.choice([swap, swap, "", piece * 2, piece[::-1]]) + text[end:]
+
+
+def _mutated_value(text: str, dice: random.Random) -> str:
+    """The text after one of its values, at any depth, became another, went, or came twice."""
+    values = json.loads(text)
+    places = list(_places(values))
+    holder, name = dice.choice(places)
+    junk = [None, True, -1, 0, 2**70, 1.5, float("inf"), float("nan"), "", "8", "\ud800", [], [8], {}, {"row": 8}]
+    change = dice.randrange(8)
+    if change == 0:
+        del holder[name]
+    elif change == 1 and isinstance(holder, list):
+        holder.append(holder[name])
+    elif change == 2:
+        other_holder, other_name = dice.choice(places)
+        holder[name] = json.loads(json.dumps(other_holder[other_name]))
+    else:
+        holder[name] = dice.choice(junk)
+    return json.dumps(values)
+
+
+def _places(values: Any) -> Any:
+    """Every (container, key) inside some JSON."""
+    for name in values if isinstance(values, dict) else range(len(values)):
+        yield values, name
+        if isinstance(values[name], (dict, list)):
+            yield from _places(values[name])

@@ -1,0 +1,93 @@
+"""An encoder and a source without models and files, for tests of everything around them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+
+import torch
+
+from qie.errors import RowError
+from qie.recipe import Recipe
+from qie.types import Row, Sample, Shape
+
+RECIPE = Recipe(
+    family="edit",
+    vae="1" * 64,
+    text_encoder="2" * 64,
+    tokenizer="3" * 64,
+    processor="4" * 64,
+    area_px=4096,
+    text_area_px=None,
+    vae_dtype="float32",
+    text_dtype="float32",
+    template="5" * 64,
+)
+SHAPES = (Shape((4, 4), ((4, 4),)), Shape((4, 6), ((4, 6),)), Shape((4, 4), ((2, 4), (4, 2))))
+
+
+class StubEncoder:
+    """Tensors of a row from its key: quick, and different for every content. Counts what it encodes."""
+
+    def __init__(self, recipe: Recipe = RECIPE) -> None:
+        self.recipe = recipe
+        self.encoded: list[int] = []
+
+    def inspect(self, row: Row) -> tuple[str, Shape]:
+        if row.target == b"broken":
+            raise RowError("the target is damaged: broken")
+        key = self.recipe.key(row)
+        return key, SHAPES[int(key[:8], 16) % len(SHAPES)]
+
+    def encode(self, row: Row) -> Sample:
+        key, shape = self.inspect(row)
+        self.encoded.append(row.index)
+        generator = torch.Generator().manual_seed(int(hashlib.sha256(key.encode()).hexdigest()[:15], 16))
+
+        def draw(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator).half()
+
+        length, prefix = 5 + int(key[8], 16), 4
+        prompt = draw(length, 8)
+        empty = torch.cat([prompt[:prefix], draw(2, 8)])
+        return Sample(
+            key=key,
+            prompt=row.prompt,
+            pixel_latent=draw(16, 1, *shape.target),
+            control_latent=tuple(draw(16, 1, *size) for size in shape.controls),
+            prompt_embed=prompt,
+            prompt_embeds_mask=torch.ones(length, dtype=torch.bool),
+            empty_prompt_embed=empty,
+            empty_prompt_embeds_mask=torch.ones(len(empty), dtype=torch.bool),
+            shared_prefix=prefix,
+        )
+
+
+@dataclass(frozen=True)
+class StubSource:
+    """Rows held in memory."""
+
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, count: int) -> StubSource:
+        return cls(
+            tuple(Row(n, f"row{n}", f"target {n}".encode(), (f"control {n}".encode(),), f"p{n}") for n in range(count))
+        )
+
+    def changed(self, index: int, **fields: object) -> StubSource:
+        rows = list(self.rows)
+        rows[index] = replace(rows[index], **fields)
+        return StubSource(tuple(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def name(self, index: int) -> str:
+        return self.rows[index].name
+
+    def read(self, index: int) -> Row:
+        row = self.rows[index]
+        if row.target == b"missing":
+            raise RowError("no control image", where=row.name)
+        return row

@@ -1,0 +1,191 @@
+"""The four commands, one after the other, as a user types them, in one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from PIL import Image
+
+from qie.cli import precompute, predict, stats, train
+from tests.conftest import AREA_PX, ROOT
+
+
+def run(command, *arguments: object, code: int = 0):
+    result = CliRunner().invoke(command.main, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def work(tiny_edit: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a configuration, and shards of all photographs."""
+    folder = tmp_path_factory.mktemp("work")
+    config = {
+        "model": {"pretrained_model_name_or_path": str(tiny_edit), "lora": {"r": 8, "lora_alpha": 8}},
+        "data": {"source": str(photos), "area_px": AREA_PX},
+        "cache": {"cache_dir": str(folder / "shards"), "vae_encoder_device": "cpu", "text_encoder_device": "cpu"},
+        "train": {"max_steps": 6, "mixed_precision": "no", "output_dir": str(folder / "run")},
+        "validation": {"rows": 2, "every": 3},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    run(precompute, "--config", folder / "config.yaml", "--end-idx", 7, "--shard-size", 4)
+    run(precompute, "--config", folder / "config.yaml", "--start-idx", 7, "--shard-size", 4)
+    return folder
+
+
+def test_precompute_says_what_it_did_and_a_second_run_does_nothing(work: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in (work / "shards").iterdir()}
+    result = run(precompute, "--config", work / "config.yaml", "--shard-size", 4)
+    assert result.stdout.startswith("0 rows encoded, 12 there already, 0 skipped; 0 shards written")
+    assert {path.name: path.stat().st_mtime_ns for path in (work / "shards").iterdir()} == before
+
+
+def test_precompute_counts_skipped_rows_in_summary_and_exit_code(work: Path, photos: Path, tmp_path: Path) -> None:
+    shutil.copytree(photos, tmp_path / "rows")
+    next((tmp_path / "rows" / "control_images").glob("*.png")).unlink()
+    arguments = ["--config", work / "config.yaml", "--source", tmp_path / "rows", "--output", tmp_path / "shards"]
+    result = run(precompute, *arguments, "--end-idx", 2, code=1)
+    assert "1 rows encoded, 0 there already, 1 skipped" in result.stdout
+    assert "no control image" in result.stderr
+
+
+def test_a_dry_run_writes_nothing(work: Path, tmp_path: Path) -> None:
+    result = run(precompute, "--config", work / "config.yaml", "--output", tmp_path / "shards", "--dry-run")
+    assert "12 can be encoded, 0 cannot" in result.stdout
+    assert not (tmp_path / "shards").exists()
+
+
+def test_stats_prints_the_same_summary_as_a_table_and_as_json(work: Path) -> None:
+    values = json.loads(run(stats, work / "shards", "--json").stdout)
+    table = run(stats, work / "shards", "--verify").stdout
+    assert (values["rows"], values["samples"], values["faults"]) == (12, 12, [])
+    assert values["ranges"] == [[0, 12]]
+    assert "samples   12" in table and "verified" in table
+    assert sum(values["tensor_bytes"].values()) < values["bytes"] / values["samples"]
+
+
+def test_stats_finds_a_flipped_bit_and_still_summarises_the_rest(work: Path, tmp_path: Path) -> None:
+    shutil.copytree(work / "shards", tmp_path / "shards")
+    victim = sorted((tmp_path / "shards").glob("*.tar"))[0]
+    content = bytearray(victim.read_bytes())
+    content[5000] ^= 4
+    victim.write_bytes(content)
+    assert run(stats, tmp_path / "shards").exit_code == 0, "without --verify the tars are not read"
+    result = run(stats, tmp_path / "shards", "--verify", code=1)
+    assert "samples   12" in result.stdout
+    assert f"fault: {victim}" in result.stderr
+    victim.write_bytes(content[:-512])
+    assert "cut short" in run(stats, tmp_path / "shards", code=1).stderr
+
+
+def test_train_then_predict_with_the_adapter(work: Path, photos: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    arguments = ["--config", work / "config.yaml", "--set", f"train.output_dir={output}"]
+    result = run(train, *arguments, work / "shards")
+    assert "done after 6 steps" in result.stdout
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 3, 6]
+
+    again = run(train, *arguments, work / "shards", code=2)
+    assert "holds a run already" in again.stderr
+    run(train, *arguments, work / "shards", "--resume", "latest", "--set", "train.max_steps=8")
+
+    image = next((photos / "control_images").glob("*.png"))
+    painting = ["--config", work / "config.yaml", "--image", image, "--prompt", "make it night", "--steps", 2]
+    run(predict, *painting, "--output", tmp_path / "plain.png")
+    run(predict, *painting, "--output", tmp_path / "tuned.png", "--lora", output / "checkpoint-000008")
+    run(predict, *painting, "--output", tmp_path / "again.png", "--lora", output / "checkpoint-000008")
+    plain, tuned, same = (Image.open(tmp_path / f"{name}.png") for name in ("plain", "tuned", "again"))
+    assert plain.size == tuned.size and plain.tobytes() != tuned.tobytes()
+    assert tuned.tobytes() == same.tobytes()
+    assert json.loads(plain.text["qie"])["prompt"] == "make it night"
+
+
+def test_live_and_cached_training_give_the_same_losses(work: Path, tmp_path: Path) -> None:
+    losses = {}
+    for name, use_cache in (("live", "false"), ("cached", "true")):
+        arguments = ["--set", f"train.output_dir={tmp_path / name}", "--set", f"cache.use_cache={use_cache}"]
+        run(train, "--config", work / "config.yaml", *arguments)
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [(line["step"], line.get("loss"), line.get("validation_loss")) for line in lines]
+    assert losses["live"] == losses["cached"]
+
+
+CHILD = """
+import sys
+import PIL.Image
+
+def refuse(*arguments, **named):
+    raise AssertionError("an image was opened")
+
+PIL.Image.open = refuse
+sys.argv[0] = "qie-train"
+from qie.cli.train import main
+try:
+    main()
+except SystemExit as exit:
+    assert not exit.code, exit.code
+loaded = [name for name in sys.modules if name.startswith("qie.encode") or name == "qie.predict"]
+assert not loaded, loaded
+"""
+
+
+def test_training_on_shards_opens_no_image_and_loads_no_encoder(work: Path, tiny_edit: Path, tmp_path: Path) -> None:
+    """Neither could it: the photographs are elsewhere, and the checkpoint holds a transformer and a scheduler alone."""
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(tiny_edit / "model_index.json", model)
+    for component in ("transformer", "scheduler"):
+        shutil.copytree(tiny_edit / component, model / component)
+    overrides = {
+        "model.pretrained_model_name_or_path": model,
+        "data.source": tmp_path / "gone",
+        "train.output_dir": tmp_path / "run",
+        "train.max_steps": 2,
+    }
+    settings = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
+    arguments = [sys.executable, "-c", CHILD, work / "shards", "--config", work / "config.yaml", *settings]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "done after 2 steps" in done.stdout
+
+
+def test_shards_of_another_family_are_refused(work: Path, tiny_edit_plus: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--set",
+        f"model.pretrained_model_name_or_path={tiny_edit_plus}",
+        "--set",
+        f"train.output_dir={tmp_path}",
+    ]
+    result = run(train, "--config", work / "config.yaml", *arguments, code=2)
+    assert "another model family" in result.stderr
+
+
+def test_an_output_that_holds_another_recipe_is_refused_and_left_alone(work: Path) -> None:
+    before = {path.name: path.read_bytes() for path in (work / "shards").iterdir()}
+    result = run(precompute, "--config", work / "config.yaml", "--set", "data.area_px=4096", code=2)
+    assert "area_px: 4096 here, 16384 there" in result.stderr
+    assert {path.name: path.read_bytes() for path in (work / "shards").iterdir()} == before
+
+
+def test_the_validation_loss_falls_clearly(work: Path, tmp_path: Path) -> None:
+    arguments = [f"train.output_dir={tmp_path / 'run'}", "train.max_steps=120", "optimizer.init_args={lr: 5e-3}"]
+    arguments += [
+        "model.lora.target_modules=[to_q, to_k, to_v, to_out.0, net.0.proj, net.2]",
+        "lr_scheduler.warmup_steps=5",
+    ]
+    settings = [word for argument in arguments for word in ("--set", argument)]
+    run(train, "--config", work / "config.yaml", *settings, "--set", "train.gradient_checkpointing=false")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert losses[-1] < 0.85 * losses[0], losses

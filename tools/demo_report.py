@@ -1,0 +1,124 @@
+"""The end of `make demo`: a table, a loss curve and a picture grid of what the commands before it did.
+
+usage: python tools/demo_report.py DEMO
+
+Reads DEMO/shards, DEMO/run and DEMO/live, paints with the base model and with the adapter, and writes
+DEMO/loss.png and DEMO/pictures.png. Run from the repository's root: paths in configs/demo.yaml are relative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from PIL import Image
+
+from qie.cli.assemble import open_painter
+from qie.cli.common import human_bytes, quiet_libraries
+from qie.config import Config, load_config
+from qie.data import open_stream
+from qie.data.sources import open_source
+from qie.encode.images import decode_image
+from qie.recipe import Recipe
+from qie.shards.reader import ShardSet
+from qie.shards.storage import find_indexes
+from qie.stats import Summary, summarise
+from qie.training.checkpoint import find_checkpoint
+from qie.training.metrics import METRICS_FILE, read_metrics
+
+ROWS_SHOWN = 4
+PAINT_STEPS = 10
+WARM_UP_STEPS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="table, loss curve and pictures of the demo")
+    parser.add_argument("demo", type=Path)
+    demo = parser.parse_args().demo
+    quiet_libraries()
+    config = load_config("configs/demo.yaml")
+    cached, live = (read_metrics(demo / name / METRICS_FILE) for name in ("run", "live"))
+    draw_losses(cached, demo / "loss.png")
+    draw_pictures(config, demo / "shards", find_checkpoint("latest", demo / "run"), demo / "pictures.png")
+    print_table(summarise(find_indexes([demo / "shards"])), cached, live)
+    print(f"\n{demo}/loss.png      the loss curve")
+    print(f"{demo}/pictures.png  input, target, before, after, for rows that were kept out of training")
+    print("The model is tiny and random, so it paints no art; that the validation loss falls is what counts.")
+
+
+def print_table(summary: Summary, cached: list[dict[str, Any]], live: list[dict[str, Any]]) -> None:
+    """The figures of the demo, one a line."""
+    losses = [line["validation_loss"] for line in cached if "validation_loss" in line]
+    steps = {name: step_time_ms(lines) for name, lines in (("cached", cached), ("live", live))}
+    rows = [
+        ("rows", f"{summary.rows} ({sum(summary.skipped.values())} skipped)"),
+        ("shards", f"{summary.shards}, {human_bytes(summary.bytes)}"),
+        ("bytes per sample", human_bytes(sum(summary.tensor_bytes.values()))),
+        *((f"  {name}", human_bytes(size)) for name, size in summary.tensor_bytes.items()),
+        ("step time, cached", f"{steps['cached']:.1f} ms"),
+        ("step time, live", f"{steps['live']:.1f} ms ({steps['live'] / steps['cached']:.1f} × cached)"),
+        ("validation loss before", f"{losses[0]:.4f}"),
+        ("validation loss after", f"{losses[-1]:.4f} ({losses[-1] / losses[0] - 1:+.0%})"),
+    ]
+    print()
+    for name, value in rows:
+        print(f"{name:<28} {value}")
+
+
+def step_time_ms(lines: list[dict[str, Any]]) -> float:
+    """Median wall time of a step, waiting for data included, without the first few."""
+    times: list[float] = [line["step_time_s"] for line in lines if "step_time_s" in line][WARM_UP_STEPS:]
+    return statistics.median(times) * 1000
+
+
+def draw_losses(lines: list[dict[str, Any]], path: Path) -> None:
+    """Training loss, smoothed, and validation loss over steps."""
+    training = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    validation = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+    window = max(len(training) // 20, 1)
+    smooth = [
+        (training[end - 1][0], statistics.fmean(loss for _, loss in training[end - window : end]))
+        for end in range(window, len(training) + 1)
+    ]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.2, linewidth=0.8, label="training, each step")
+    axes.plot(*zip(*smooth, strict=True), color="tab:blue", label=f"training, mean of {window} steps")
+    axes.plot(*zip(*validation, strict=True), color="tab:orange", marker="o", label="validation, fixed noise")
+    axes.set(xlabel="step", ylabel="loss", title="LoRA on a tiny random model")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_pictures(config: Config, shards: Path, adapter: Path, path: Path) -> None:
+    """Input, target, and what base model and adapter paint, for rows kept out of training."""
+    source = open_source(config.data.source or "")
+    stream = open_stream(shards, seed=config.train.seed, validation_rows=config.validation.rows)
+    assert isinstance(stream.samples, ShardSet)
+    held_out = [stream.samples.entries[batch.positions[0]].row for batch in stream.validation_batches()[:ROWS_SHOWN]]
+    painters = [open_painter(config, None), open_painter(config, adapter)]
+    figure, grid = pyplot.subplots(len(held_out), 4, figsize=(10, 2.6 * len(held_out)), layout="constrained")
+    for line, number in zip(grid, held_out, strict=True):
+        row = source.read(number)
+        control, target = (
+            decode_image(content, row.name, Recipe.background) for content in (row.controls[0], row.target)
+        )
+        painted = [painter.paint([control], row.prompt, steps=PAINT_STEPS) for painter in painters]
+        pictures: dict[str, Image.Image] = dict(
+            zip(("input", "target", "before", "after"), (control, target, *painted), strict=True)
+        )
+        for axes, (title, picture) in zip(line, pictures.items(), strict=True):
+            axes.imshow(picture)
+            axes.set_title(title if title != "target" else f"target: {row.prompt}", fontsize=8, wrap=True)
+            axes.axis("off")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
