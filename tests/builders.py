@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,25 @@ def assert_same(one: Sample, other: Sample) -> None:
         assert same_bits(getattr(one, name), getattr(other, name)), name
 
 
+def mutated_json(text: str, dice: random.Random) -> str:
+    """The text after one of its values, at any depth, became another, went, or came twice."""
+    values = json.loads(text)
+    places = list(_places(values))
+    holder, name = dice.choice(places)
+    junk = [None, True, -1, 0, 2**70, 1.5, float("inf"), float("nan"), "", "8", "\ud800", [], [8], {}, {"row": 8}]
+    change = dice.randrange(8)
+    if change == 0:
+        del holder[name]
+    elif change == 1 and isinstance(holder, list):
+        holder.append(holder[name])
+    elif change == 2:
+        other_holder, other_name = dice.choice(places)
+        holder[name] = json.loads(json.dumps(other_holder[other_name]))
+    else:
+        holder[name] = dice.choice(junk)
+    return json.dumps(values)
+
+
 def _values(generator: torch.Generator, *size: int) -> torch.Tensor:
     """Normal values, every eighth or so far out; among the first, where there is room, the ends of FP16 and both zeros."""
     values = torch.randn(size, generator=generator)
@@ -150,3 +170,11 @@ def _values(generator: torch.Generator, *size: int) -> torch.Tensor:
     if values.numel() > len(ends):
         values.view(-1)[: len(ends)] = ends[torch.randperm(len(ends), generator=generator)]
     return values
+
+
+def _places(values: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) inside some JSON."""
+    for name in values if isinstance(values, dict) else range(len(values)):
+        yield values, name
+        if isinstance(values[name], (dict, list)):
+            yield from _places(values[name])

@@ -33,7 +33,7 @@ def main(
 
     Ctrl-C finishes the current step, saves a checkpoint and exits with 0; go on with --resume latest.
     """
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedDataParallelKwargs
 
     from qie.config import load_config
     from qie.pretrained import open_checkpoint
@@ -45,6 +45,8 @@ def main(
     )
     quiet_libraries()
     accelerator = Accelerator(
+        # The last block's text stream feeds nothing: adapters on it never get a gradient, for which DDP would wait.
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         mixed_precision=config.train.mixed_precision,
         log_with=config.logging.report_to or None,
         project_dir=config.train.output_dir,
