@@ -155,14 +155,6 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Recipe:
-        """The recipe of an index. Raises KeyError or TypeError when fields are missing or unknown."""
-        known = {field.name for field in fields(cls)}
-        if set(values) != known:
-            raise TypeError(f"recipe fields {sorted(set(values) ^ known)} are missing or unknown")
-        return cls(**values)
-
 
 def normal_prompt(prompt: str) -> str:
     """The prompt as it is hashed and encoded: Unicode NFC, so that equal text is equal bytes."""

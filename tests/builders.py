@@ -162,7 +162,7 @@ def mutated_json(text: str, dice: random.Random) -> str:
 
 
 def _values(generator: torch.Generator, *size: int) -> torch.Tensor:
-    """Normal values, every eighth or so far out; among the first, where there is room, the ends of FP16 and both zeros."""
+    """Normal values, every eighth or so far out; the first are the ends of FP16 and both zeros, if there is room."""
     values = torch.randn(size, generator=generator)
     far = torch.rand(size, generator=generator) < 0.125
     values = torch.where(far, values * torch.exp(6 * torch.rand(size, generator=generator)), values).half()

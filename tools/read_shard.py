@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 Json = dict[str, Any]
 DTYPES = {"F16": ("e", 2), "BOOL": ("B", 1), "U8": ("B", 1)}  # name in a header: letter for struct, size in bytes
@@ -46,6 +46,11 @@ class Faults(list[str]):
             self.append(f"{what}: {error}")
         except (struct.error, tarfile.TarError) as error:
             self.append(f"{what}: cut short or damaged, {error}")
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Print one line; what a terminal would obey instead of show is escaped, as a shard may hold anything."""
+    print("".join(char if char.isprintable() else repr(char)[1:-1] for char in line), file=stream)
 
 
 def rows(index: Json) -> list[Json]:
@@ -162,12 +167,14 @@ def show(name: str, dtype: str, shape: list[int], data: bytes) -> None:
         values = struct.unpack(f"<{len(piece) // size}{letter}", piece)
         low, high, total = min(low, *values), max(high, *values), total + sum(values)
     mean = total * size / len(data) if data else float("nan")
-    print(f"{name:26}{dtype:6}{shape!s:20} min {low:.6g}  mean {mean:.6g}  max {high:.6g}")
+    say(f"{name:26}{dtype:6}{shape!s:20} min {low:.6g}  mean {mean:.6g}  max {high:.6g}")
 
 
 def show_record(meta: Json, tensors: dict[str, Json], data: memoryview) -> None:
     """Prompt and tensors of a sound record: each control by itself, the null prompt's embedding joined."""
-    print(f"key {meta['key']}\nrecipe {meta['recipe']}\nprompt {json.dumps(meta['prompt'], ensure_ascii=False)}")
+    say(f"key {meta['key']}")
+    say(f"recipe {meta['recipe']}")
+    say(f"prompt {meta['prompt']!r}")
     content = {name: bytes(data[slice(*tensor["data_offsets"])]) for name, tensor in tensors.items()}
     for name, tensor in sorted(tensors.items()):
         dtype, shape = tensor["dtype"], tensor["shape"]
@@ -185,15 +192,15 @@ def show_record(meta: Json, tensors: dict[str, Json], data: memoryview) -> None:
 
 def show_index(index: Json) -> None:
     counts = f"{len(index['samples'])} samples in {len(index['files'])} records, {len(index['skipped'])} skipped"
-    print(f"rows [{index['start']}, {index['stop']}): {counts}\nrecipe {index['recipe']['digest']}")
+    say(f"rows [{index['start']}, {index['stop']}): {counts}")
+    say(f"recipe {index['recipe']['digest']}")
     for entry in rows(index):
-        name = json.dumps(entry["name"], ensure_ascii=False)
         if "reason" in entry:
-            print(f"{entry['row']:8}  {'skipped':12}  {name}  {json.dumps(entry['reason'], ensure_ascii=False)}")
+            say(f"{entry['row']:8}  {'skipped':12}  {entry['name']!r}  {entry['reason']!r}")
             continue
         sizes = " ".join(f"{h}x{w}" for h, w in [entry["shape"]["target"], *entry["shape"]["controls"]])
         tokens = f"tokens {entry['tokens']} {entry['empty_tokens']}"
-        print(f"{entry['row']:8}  {entry['key'][:12]}  {name}  sizes {sizes}  {tokens}")
+        say(f"{entry['row']:8}  {entry['key'][:12]}  {entry['name']!r}  sizes {sizes}  {tokens}")
 
 
 def read(path: Path, key: str | None, faults: Faults) -> str | None:
@@ -229,7 +236,7 @@ def main(arguments: list[str]) -> int:
     faults = Faults()
     misuse = read(Path(arguments[0]), arguments[1] if len(arguments) == 2 else None, faults)
     for line in faults or filter(None, [misuse]):
-        print(" ".join(line.split()), file=sys.stderr)
+        say(" ".join(line.split()), sys.stderr)
     return 1 if faults else 2 if misuse else 0
 
 

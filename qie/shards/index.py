@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from qie.errors import ShardError
 from qie.recipe import Recipe, canonical_json
-from qie.shards.record import FORMAT_VERSION
+from qie.shards.record import FORMAT_VERSION, Whole
 from qie.types import Shape
 
 _STEM = re.compile(r"(\d{8,})-(\d{8,})")
@@ -23,8 +25,8 @@ _STEM = re.compile(r"(\d{8,})-(\d{8,})")
 class Member:
     """Where a record lies in its tar, in bytes, and its SHA-256."""
 
-    offset: int
-    size: int
+    offset: Whole
+    size: Whole
     sha256: str
 
 
@@ -42,21 +44,21 @@ class Entry:
         clipped: values clipped to FP16's range.
     """
 
-    row: int
+    row: Whole
     name: str
     key: str
     shape: Shape
-    tokens: int
-    empty_tokens: int
-    tensor_bytes: dict[str, int]
-    clipped: int = 0
+    tokens: Whole
+    empty_tokens: Whole
+    tensor_bytes: dict[str, Whole]
+    clipped: Whole = 0
 
 
 @dataclass(frozen=True)
 class Skipped:
     """One row that is not in the shard, and why. `key` is None when the row could not even be read."""
 
-    row: int
+    row: Whole
     name: str
     reason: str
     key: str | None = None
@@ -66,9 +68,9 @@ class Skipped:
 class ShardIndex:
     """What one shard holds: rows [start, stop), each either an entry or skipped."""
 
-    start: int
-    stop: int
-    filesize: int
+    start: Whole
+    stop: Whole
+    filesize: Whole
     sha256: str
     recipe: Recipe
     files: dict[str, Member]
@@ -82,6 +84,9 @@ class ShardIndex:
             values
             | {"format_version": FORMAT_VERSION, "recipe": self.recipe.to_dict() | {"digest": self.recipe.digest}}
         )
+
+
+_INDEX = TypeAdapter(ShardIndex)
 
 
 def member_name(key: str) -> str:
@@ -110,42 +115,37 @@ def read_index(path: Path) -> ShardIndex:
     except (OSError, UnicodeDecodeError) as error:
         raise ShardError("the index cannot be read", where=path, found=error) from error
     try:
-        values = json.loads(text)
-        index = _parse(values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ShardError(
-            "the index is damaged or was not written by qie",
-            where=path,
-            found=f"{type(error).__name__}: {error}",
-            hint="delete the shard and its index and run qie-precompute again",
-        ) from error
+        index = _parse(json.loads(text))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _damaged(path, f"{'.'.join(str(step) for step in first['loc'])}: {first['msg']}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
     _check(index, path)
     return index
 
 
 def _parse(values: dict[str, Any]) -> ShardIndex:
-    if values["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"format version {values['format_version']}, expected {FORMAT_VERSION}")
-    recipe = dict(values["recipe"])
-    digest = recipe.pop("digest")
-    parsed = Recipe.from_dict(recipe)
-    if parsed.digest != digest:
-        raise ValueError(f"the recipe's digest is {parsed.digest}, not {digest}")
-    return ShardIndex(
-        start=int(values["start"]),
-        stop=int(values["stop"]),
-        filesize=int(values["filesize"]),
-        sha256=str(values["sha256"]),
-        recipe=parsed,
-        files={str(name): Member(**member) for name, member in values["files"].items()},
-        samples=tuple(Entry(**{**entry, "shape": _shape(entry["shape"])}) for entry in values["samples"]),
-        skipped=tuple(Skipped(**skipped) for skipped in values["skipped"]),
+    version = values["format_version"]
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format version {version}, expected {FORMAT_VERSION}")
+    digest = values["recipe"].pop("digest")
+    odd = values["recipe"].keys() ^ {field.name for field in fields(Recipe)}
+    if odd:
+        raise ValueError(f"fields of the recipe are missing or unknown: {', '.join(sorted(odd))}")
+    index = _INDEX.validate_python(values)
+    if index.recipe.digest != digest:
+        raise ValueError(f"the recipe's digest is {index.recipe.digest}, not {digest}")
+    return index
+
+
+def _damaged(path: Path, found: str) -> ShardError:
+    return ShardError(
+        "the index is damaged or was not written by qie",
+        where=path,
+        found=found,
+        hint="delete the shard and its index and run qie-precompute again",
     )
-
-
-def _shape(values: dict[str, Any]) -> Shape:
-    height, width = values["target"]
-    return Shape((height, width), tuple((height, width) for height, width in values["controls"]))
 
 
 def _check(index: ShardIndex, path: Path) -> None:
@@ -153,7 +153,7 @@ def _check(index: ShardIndex, path: Path) -> None:
     if parse_stem(path.stem) != (index.start, index.stop):
         raise ShardError("the index is of another range than its name", where=path, found=[index.start, index.stop])
     rows = sorted([entry.row for entry in index.samples] + [skipped.row for skipped in index.skipped])
-    if rows != list(range(index.start, index.stop)):
+    if len(rows) != index.stop - index.start or rows != list(range(index.start, index.stop)):
         raise ShardError(
             "the rows of the index do not add up", where=path, expected=f"each of [{index.start}, {index.stop}) once"
         )
@@ -163,7 +163,7 @@ def _check(index: ShardIndex, path: Path) -> None:
             "the samples and the members of the index differ", where=path, found=sorted(wanted ^ set(index.files))
         )
     for name, member in index.files.items():
-        if not 0 <= member.offset <= member.offset + member.size <= index.filesize:
+        if member.offset + member.size > index.filesize:
             raise ShardError(
                 "a member lies outside the shard", where=f"{path}, {name}", expected=f"within {index.filesize}"
             )

@@ -78,9 +78,8 @@ class Shard:
     def verify(self) -> Iterator[str]:
         """Rehash the tar and every member; yields a line for each fault."""
         content = memoryview(self._mapped())
-        if hashlib.sha256(content).hexdigest() == self.index.sha256:
-            return
-        yield f"{self.path}: its SHA-256 is not the one in its index"
+        if hashlib.sha256(content).hexdigest() != self.index.sha256:
+            yield f"{self.path}: its SHA-256 is not the one in its index"
         for name, member in self.index.files.items():
             found = hashlib.sha256(content[member.offset : member.offset + member.size]).hexdigest()
             if found != member.sha256:

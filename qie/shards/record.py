@@ -7,10 +7,13 @@ offset in a larger file nor hand out tensors without copying them.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import save
 
 from qie.errors import ShardError
@@ -20,7 +23,6 @@ from qie.types import Sample
 FORMAT_VERSION = 1
 
 _DTYPES = {"F16": torch.float16, "BOOL": torch.bool, "U8": torch.uint8}
-_ITEM_BYTES = {"F16": 2, "BOOL": 1, "U8": 1}
 _REQUIRED = {
     "pixel_latent": ("F16", 4),
     "control_latent": ("F16", None),
@@ -30,6 +32,32 @@ _REQUIRED = {
     "empty_prompt_embeds_mask": ("BOOL", 1),
 }
 _OPTIONAL = {"loss_mask": ("U8", 2)}
+
+Whole = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
+
+
+@dataclass(frozen=True)
+class _TensorEntry:
+    """A tensor in the header of a safetensors file."""
+
+    dtype: Literal["F16", "BOOL", "U8"]
+    shape: tuple[Whole, ...]
+    data_offsets: tuple[Whole, Whole]
+
+
+@dataclass(frozen=True)
+class _About:
+    """The record's metadata entry."""
+
+    key: str
+    prompt: str
+    control_shapes: tuple[tuple[Whole, Whole, Whole, Whole], ...]
+    shared_prefix: Whole
+    clipped: Whole
+
+
+_TENSOR_ENTRY = TypeAdapter(_TensorEntry)
+_ABOUT = TypeAdapter(_About)
 
 
 def encode(sample: Sample, recipe_digest: str) -> bytes:
@@ -77,34 +105,20 @@ def decode(record: memoryview, where: str) -> Sample:
     header, body = _split(record, where)
     about = _about(header.pop("__metadata__", None), where)
     tensors = {name: _tensor(name, entry, body, where) for name, entry in header.items()}
-    for name, (dtype, dimensions) in (_REQUIRED | _OPTIONAL).items():
-        if name not in tensors:
-            if name in _OPTIONAL:
-                continue
-            raise ShardError("a tensor is missing from the record", where=where, expected=name, found=sorted(tensors))
-        tensor = tensors[name]
-        if tensor.dtype != _DTYPES[dtype] or (dimensions is not None and tensor.ndim != dimensions):
-            raise ShardError(
-                f"{name} has another type or rank",
-                where=where,
-                expected=f"{dtype} of {dimensions or 'any number of'} dimensions",
-                found=f"{tensor.dtype} {list(tensor.shape)}",
-            )
-    prefix = about["shared_prefix"]
-    if not 0 <= prefix <= len(tensors["prompt_embed"]):
-        raise ShardError("shared_prefix is longer than the prompt", where=where, found=prefix)
+    _check(tensors, about, where)
+    prompt = tensors["prompt_embed"]
     return Sample(
-        key=about["key"],
-        prompt=about["prompt"],
+        key=about.key,
+        prompt=about.prompt,
         pixel_latent=tensors["pixel_latent"],
-        control_latent=_controls(tensors["control_latent"], about["control_shapes"], where),
-        prompt_embed=tensors["prompt_embed"],
+        control_latent=_controls(tensors["control_latent"], about.control_shapes, where),
+        prompt_embed=prompt,
         prompt_embeds_mask=tensors["prompt_embeds_mask"],
-        empty_prompt_embed=torch.cat([tensors["prompt_embed"][:prefix], tensors["empty_prompt_embed"]]),
+        empty_prompt_embed=torch.cat([prompt[: about.shared_prefix], tensors["empty_prompt_embed"]]),
         empty_prompt_embeds_mask=tensors["empty_prompt_embeds_mask"],
-        shared_prefix=prefix,
+        shared_prefix=about.shared_prefix,
         loss_mask=tensors.get("loss_mask"),
-        clipped=about["clipped"],
+        clipped=about.clipped,
     )
 
 
@@ -133,18 +147,18 @@ def _split(record: memoryview, where: str) -> tuple[dict[str, Any], memoryview]:
         )
     try:
         header = json.loads(bytes(record[8 : 8 + length]))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShardError("the header is no JSON", where=where, found=error) from error
     if not isinstance(header, dict):
         raise ShardError("the header is no JSON object", where=where, found=type(header).__name__)
     return header, record[8 + length :]
 
 
-def _about(metadata: object, where: str) -> dict[str, Any]:
+def _about(metadata: object, where: str) -> _About:
     try:
         about = json.loads(metadata["qie"])  # type: ignore[index]
         version = about["format_version"]
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise ShardError(
             "the record was not written by qie", where=where, expected="metadata 'qie'", found=metadata
         ) from error
@@ -156,35 +170,73 @@ def _about(metadata: object, where: str) -> dict[str, Any]:
             found=version,
             hint="read it with the qie that wrote it, or precompute again",
         )
-    kinds = {"key": str, "prompt": str, "control_shapes": list, "shared_prefix": int, "clipped": int}
-    for name, kind in kinds.items():
-        if not isinstance(about.get(name), kind):
-            raise ShardError(f"the record's {name} is missing or wrong", where=where, found=about.get(name))
-    return about  # type: ignore[no-any-return]
+    try:
+        return _ABOUT.validate_python(about)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(step) for step in first["loc"])
+        raise ShardError(
+            f"the record's {name} is missing or wrong", where=where, expected=first["msg"], found=first["input"]
+        ) from error
 
 
 def _tensor(name: str, entry: Any, body: memoryview, where: str) -> torch.Tensor:
     try:
-        dtype, shape, (begin, end) = entry["dtype"], [int(size) for size in entry["shape"]], entry["data_offsets"]
-        item_bytes = _ITEM_BYTES[dtype]
-    except (TypeError, KeyError, ValueError) as error:
+        parsed = _TENSOR_ENTRY.validate_python(entry)
+    except ValidationError as error:
         raise ShardError(f"the header's entry for {name} is malformed", where=where, found=entry) from error
-    if not 0 <= begin <= end <= len(body):
+    dtype, shape, (begin, end) = _DTYPES[parsed.dtype], parsed.shape, parsed.data_offsets
+    if not begin <= end <= len(body):
         raise ShardError(
             f"{name} lies outside the record", where=where, expected=f"within {len(body)}", found=[begin, end]
         )
-    if min(shape, default=0) < 0 or prod(shape) * item_bytes != end - begin:
+    if prod(shape) * dtype.itemsize != end - begin:
         raise ShardError(
-            f"{name} has a size that its shape does not give", where=where, expected=shape, found=end - begin
+            f"{name} has a size that its shape does not give", where=where, expected=list(shape), found=end - begin
         )
-    if begin == end:
-        return torch.empty(shape, dtype=_DTYPES[dtype])
-    return torch.frombuffer(body[begin:end], dtype=_DTYPES[dtype]).view(shape)
+    if begin < end:
+        return torch.frombuffer(body[begin:end], dtype=dtype).view(shape)
+    if len(shape) != 2:  # only the tail of a null prompt may be empty
+        raise ShardError(f"{name} is empty", where=where, found=list(shape))
+    return torch.empty(shape, dtype=dtype)
 
 
-def _controls(stored: torch.Tensor, shapes: list[Any], where: str) -> tuple[torch.Tensor, ...]:
+def _check(tensors: dict[str, torch.Tensor], about: _About, where: str) -> None:
+    """That every tensor is there, of its type and rank, and of the size that the others give it."""
+    for name, (dtype, dimensions) in (_REQUIRED | _OPTIONAL).items():
+        if name not in tensors:
+            if name in _OPTIONAL:
+                continue
+            raise ShardError("a tensor is missing from the record", where=where, expected=name, found=sorted(tensors))
+        tensor = tensors[name]
+        if tensor.dtype != _DTYPES[dtype] or (dimensions is not None and tensor.ndim != dimensions):
+            raise ShardError(
+                f"{name} has another type or rank",
+                where=where,
+                expected=f"{dtype} of {dimensions or 'any number of'} dimensions",
+                found=f"{tensor.dtype} {list(tensor.shape)}",
+            )
+    prompt, empty_tail = tensors["prompt_embed"], tensors["empty_prompt_embed"]
+    if about.shared_prefix > len(prompt):
+        raise ShardError("shared_prefix is longer than the prompt", where=where, found=about.shared_prefix)
+    if prompt.shape[1] != empty_tail.shape[1]:
+        raise ShardError("empty_prompt_embed has another width than prompt_embed", where=where)
+    sizes = {
+        "prompt_embeds_mask": (len(prompt),),
+        "empty_prompt_embeds_mask": (about.shared_prefix + len(empty_tail),),
+        "loss_mask": tuple(tensors["pixel_latent"].shape[-2:]),
+    }
+    for name, size in sizes.items():
+        if name in tensors and tuple(tensors[name].shape) != size:
+            found = list(tensors[name].shape)
+            raise ShardError(
+                f"{name} has another size than what it masks", where=where, expected=list(size), found=found
+            )
+
+
+def _controls(stored: torch.Tensor, shapes: Sequence[tuple[int, ...]], where: str) -> tuple[torch.Tensor, ...]:
     sizes = [prod(shape) for shape in shapes]
-    if not shapes or sum(sizes) != stored.numel():
+    if not sizes or 0 in sizes or sum(sizes) != stored.numel():
         raise ShardError(
             "control_latent does not fit control_shapes", where=where, expected=shapes, found=list(stored.shape)
         )

@@ -29,17 +29,17 @@ def find_indexes(places: Iterable[str | Path]) -> list[Path]:
     """
     indexes: list[Path] = []
     for place in places:
-        found = [index for pattern in braceexpand(str(place)) for index in _expand(pattern)]
+        found = [index for pattern in _patterns(str(place)) for index in _expand(pattern)]
         if not found:
             raise UsageError(
                 "no shards found",
                 where=place,
                 expected="tars with an index beside each, such as 00000000-00000064.tar and .json",
-                found=_what_is_there(Path(str(place))),
+                found=_what_is_there(Path(place).expanduser()),
                 hint="correct the path, or write shards with qie-precompute",
             )
         indexes += found
-    return list(dict.fromkeys(indexes))
+    return list({index.resolve(): index for index in indexes}.values())
 
 
 def published(directory: Path) -> list[Path]:
@@ -62,6 +62,13 @@ def refuse_url(place: str) -> None:
     )
 
 
+def _patterns(place: str) -> list[str]:
+    try:
+        return list(braceexpand(place))
+    except ValueError as error:
+        raise UsageError("the braces of a pattern do not match", where=place, expected="such as {000..999}") from error
+
+
 def _expand(pattern: str) -> list[Path]:
     refuse_url(pattern)
     path = Path(pattern).expanduser()
@@ -70,8 +77,8 @@ def _expand(pattern: str) -> list[Path]:
     if path.suffix not in (".tar", ".json"):
         return []
     matches = [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 - Path.glob takes no absolute pattern
-    stems = sorted({match.with_suffix(".json") for match in matches if parse_stem(match.stem)})
-    return [index for index in stems if index.is_file()]
+    found = {(match.parent, rows, match.with_suffix(".json")) for match in matches if (rows := parse_stem(match.stem))}
+    return [index for _, _, index in sorted(found) if index.is_file()]
 
 
 def _what_is_there(path: Path) -> str:

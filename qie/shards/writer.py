@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -40,6 +41,7 @@ class ShardWriter:
         self._members: dict[str, Member] = {}
         self._entries: list[Entry] = []
         self._skipped: list[Skipped] = []
+        self._published = False
 
     def __enter__(self) -> ShardWriter:
         self._partial.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +55,11 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._partial.unlink(missing_ok=True)
+        # Once published, what lies at the partial path may be the next writer's.
+        if not self._published:
+            self._partial.unlink(missing_ok=True)
+        with suppress(OSError):  # an abandoned tar that is not closed complains when it is collected
+            self._tar.close()
         self._file.close()
 
     def add(self, entry: Entry, record: bytes) -> None:
@@ -90,6 +96,7 @@ class ShardWriter:
         # A shard that replaces another: without its index the old one is gone before the new one is there.
         index_path.unlink(missing_ok=True)
         self._partial.replace(self._tar_path)
+        self._published = True
         write_file(index_path, (index.to_json() + "\n").encode())
         return index
 

@@ -145,33 +145,41 @@ def test_json_that_is_no_index_is_refused(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(json.loads(make_index().to_json())))
 def test_a_missing_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    assert changed(tmp_path, lambda values: values.pop(name)).found == f"KeyError: '{name}'"
+    assert changed(tmp_path, lambda values: values.pop(name)).found in (
+        f"KeyError: '{name}'",
+        f"{name}: Field required",
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(Entry.__dataclass_fields__) - {"clipped"}))
 def test_a_missing_field_of_a_sample_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    assert f"'{name}'" in str(changed(tmp_path, lambda values: values["samples"][0].pop(name)).found)
+    found = changed(tmp_path, lambda values: values["samples"][0].pop(name)).found
+    assert found == f"samples.0.{name}: Field required"
 
 
 @pytest.mark.parametrize("name", sorted(set(Skipped.__dataclass_fields__) - {"key"}))
 def test_a_missing_field_of_a_skipped_row_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    assert f"'{name}'" in str(changed(tmp_path, lambda values: values["skipped"][0].pop(name)).found)
+    found = changed(tmp_path, lambda values: values["skipped"][0].pop(name)).found
+    assert found == f"skipped.0.{name}: Field required"
 
 
 @pytest.mark.parametrize("name", sorted(Member.__dataclass_fields__))
 def test_a_missing_field_of_a_member_is_refused_by_name(tmp_path: Path, name: str) -> None:
     member = member_name(make_sample(0).key)
 
-    assert f"'{name}'" in str(changed(tmp_path, lambda values: values["files"][member].pop(name)).found)
+    found = changed(tmp_path, lambda values: values["files"][member].pop(name)).found
+    assert found == f"files.{member}.{name}: Field required"
 
 
 @pytest.mark.parametrize("name", sorted(RECIPE.to_dict()))
 def test_a_missing_field_of_the_recipe_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    assert f"'{name}'" in str(changed(tmp_path, lambda values: values["recipe"].pop(name)).found)
+    found = changed(tmp_path, lambda values: values["recipe"].pop(name)).found
+    assert found == f"ValueError: fields of the recipe are missing or unknown: {name}"
 
 
 def test_an_unknown_field_of_the_recipe_is_refused_by_name(tmp_path: Path) -> None:
-    assert "'colour'" in str(changed(tmp_path, lambda values: values["recipe"].update(colour=1)).found)
+    found = changed(tmp_path, lambda values: values["recipe"].update(colour=1)).found
+    assert found == "ValueError: fields of the recipe are missing or unknown: colour"
 
 
 def test_another_format_version_is_refused(tmp_path: Path) -> None:
@@ -225,7 +233,7 @@ def test_a_row_out_of_the_range_is_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("stop", [10**15, 10**30])
+@pytest.mark.parametrize("stop", [10**15, 10**18])
 def test_a_range_of_more_rows_than_memory_holds_is_refused(tmp_path: Path, stop: int) -> None:
     index = replace(make_index(), start=0, stop=stop)
 
@@ -237,7 +245,7 @@ def test_a_row_that_is_no_number_is_refused(tmp_path: Path, row: object) -> None
     changed(tmp_path, lambda values: values["samples"][0].update(row=row))
 
 
-@pytest.mark.parametrize("offset", [-1, 20480 - 3999, 2**64])
+@pytest.mark.parametrize("offset", [20480 - 3999, 2**61])
 def test_a_member_out_of_the_file_is_refused(tmp_path: Path, offset: int) -> None:
     name = member_name(make_sample(0).key)
     error = changed(tmp_path, lambda values: values["files"][name].update(offset=offset))
@@ -246,15 +254,7 @@ def test_a_member_out_of_the_file_is_refused(tmp_path: Path, offset: int) -> Non
     assert name in str(error.where)
 
 
-def test_a_member_of_negative_size_is_refused(tmp_path: Path) -> None:
-    name = member_name(make_sample(0).key)
-
-    assert changed(tmp_path, lambda values: values["files"][name].update(size=-1)).what == (
-        "a member lies outside the shard"
-    )
-
-
-@pytest.mark.parametrize("value", [None, "512", [], 512.5])
+@pytest.mark.parametrize("value", [None, "512", [], 512.5, -1, 2**64])
 @pytest.mark.parametrize("field", ["offset", "size"])
 def test_a_place_that_is_no_whole_number_is_refused(tmp_path: Path, field: str, value: object) -> None:
     name = member_name(make_sample(0).key)

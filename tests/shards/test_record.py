@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -288,6 +289,32 @@ def test_a_field_of_a_tensor_that_makes_no_sense_is_refused(field: str, value: o
     assert refused(record) == "the header's entry for pixel_latent is malformed"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("shared_prefix", value) for value in (-1, 2**64, "3", 3.0, None)),
+        *(("clipped", value) for value in (-1, "0")),
+        *(("control_shapes", [value]) for value in ([16, 1, -4, -6], [384], [], 384, None, "16", {"16": 1})),
+        ("control_shapes", [[16, 1, 4, "6"]]),
+        ("control_shapes", [[16.0, 1, 4, 6]]),
+        ("control_shapes", [[16, 1, 4, 6], [0, 1, 2**64, 1]]),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_metadata_that_makes_no_sense_is_refused_by_name(name: str, value: object) -> None:
+    record = changed(lambda header, about: about.update({name: value}))
+
+    assert refused(record).startswith(f"the record's {name}")
+
+
+@pytest.mark.parametrize("field", ["shape", "data_offsets"])
+@pytest.mark.parametrize("value", [[-16, 1, -4, 6], [-768, 0], [2**64, 2**64 + 768]], ids=str)
+def test_a_number_of_an_entry_that_is_beyond_all_bounds_is_refused(field: str, value: list[int]) -> None:
+    record = changed(lambda header, about: header["pixel_latent"].update({field: value}))
+
+    assert refused(record) == "the header's entry for pixel_latent is malformed"
+
+
 @pytest.mark.parametrize("entry", [None, 1, "F16", [], ["F16", [1], [0, 2]]])
 def test_an_entry_that_is_no_object_is_refused(entry: object) -> None:
     record = changed(lambda header, about: header.update(pixel_latent=entry))
@@ -295,7 +322,7 @@ def test_an_entry_that_is_no_object_is_refused(entry: object) -> None:
     assert refused(record) == "the header's entry for pixel_latent is malformed"
 
 
-@pytest.mark.parametrize("offsets", [[0, 10**6], [-768, 0], [768, 0], [10**6, 10**6], [2**64, 2**64 + 768]])
+@pytest.mark.parametrize("offsets", [[0, 10**6], [768, 0], [10**6, 10**6]])
 def test_offsets_out_of_the_record_are_refused(offsets: list[int]) -> None:
     record = changed(lambda header, about: header["pixel_latent"].update(data_offsets=offsets))
 
@@ -311,7 +338,7 @@ def test_a_record_that_lacks_its_last_byte_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [[16, 1, 4, 5], [], [0], [-16, 1, -4, 6], [2**32, 2**32, 1, 1], [2**64, 1, 1, 1]],
+    [[16, 1, 4, 5], [], [0], [2**32, 2**32, 1, 1]],
     ids=str,
 )
 def test_a_shape_of_another_size_than_the_offsets_is_refused(shape: list[int]) -> None:
@@ -350,7 +377,7 @@ def test_a_tensor_of_another_type_or_rank_is_refused(name: str, dtype: str, shap
     assert refused(record) == f"{name} has another type or rank"
 
 
-@pytest.mark.parametrize("prefix", [-1, 10, 2**64])
+@pytest.mark.parametrize("prefix", [10, 2**60])
 def test_a_shared_prefix_longer_than_the_prompt_is_refused(prefix: int) -> None:
     record = changed(lambda header, about: about.update(shared_prefix=prefix))
 
@@ -363,16 +390,7 @@ def test_a_shared_prefix_longer_than_the_prompt_is_refused(prefix: int) -> None:
         [],
         [[16, 1, 4, 5]],
         [[16, 1, 4, 6], [16, 1, 4, 6]],
-        [[16, 1, -4, -6]],
-        [[384]],
-        [[]],
-        [384],
-        [None],
-        ["16"],
-        [[16, 1, 4, "6"]],
-        [[16.0, 1, 4, 6]],
-        [[16, 1, 4, 6], [0, 1, 2**64, 1]],
-        [{"16": 1}],
+        [[16, 1, 4, 6], [0, 1, 2**60, 1]],
     ],
     ids=str,
 )
@@ -386,6 +404,24 @@ def test_a_null_prompt_of_another_width_than_the_prompt_is_refused() -> None:
     record = changed(lambda header, about: header["empty_prompt_embed"].update(shape=[4, 4]))
 
     assert "empty_prompt_embed" in refused(record)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("prompt_embeds_mask", [8]),
+        ("prompt_embeds_mask", [0]),
+        ("empty_prompt_embeds_mask", [6]),
+        ("loss_mask", [4, 5]),
+        ("loss_mask", [2, 6]),
+    ],
+)
+def test_a_mask_of_another_size_than_what_it_masks_is_refused(name: str, shape: list[int]) -> None:
+    def shrink(header: Header, about: Header) -> None:
+        begin, _ = header[name]["data_offsets"]
+        header[name].update(shape=shape, data_offsets=[begin, begin + prod(shape)])
+
+    assert name in refused(changed(shrink, make_sample(masked=True)))
 
 
 # And any other damage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import hashlib
 import json
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,7 @@ def test_the_tar_program_lists_the_records(tar: Path, index: ShardIndex) -> None
     assert all(str(index.files[line[-1]].size) in line for line in lines)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves that to the collector
 def test_webdataset_reads_the_records(tar: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
 
@@ -402,8 +405,6 @@ def test_who_waited_for_the_lock_of_a_shard_that_was_published_finds_it_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second opens the partial file; before it has the lock, the first publishes and lets go."""
-    import fcntl
-
     first = ShardWriter(tmp_path, 0, 3, RECIPE)
     first.__enter__()
     add(first, 0, 1, 2)
@@ -423,16 +424,41 @@ def test_who_waited_for_the_lock_of_a_shard_that_was_published_finds_it_busy(
     assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
 
 
+def test_who_waited_for_a_lock_while_another_began_anew_finds_the_shard_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, but when the second gets its lock, a third writer already has a partial file of the same name."""
+    first, third = ShardWriter(tmp_path, 0, 3, RECIPE), ShardWriter(tmp_path, 0, 3, RECIPE)
+    lock = fcntl.flock
+
+    def late(handle: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.__exit__(None, None, None)
+        third.__enter__()
+        lock(handle, operation)
+
+    first.__enter__()
+    add(first, 0, 1, 2)
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ShardBusyError, match="has just written this shard"):
+        write_shard(tmp_path, SAMPLES[::-1])
+    add(third, 0, 1, 2)
+    third.publish()
+    third.__exit__(None, None, None)
+
+    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+
+
 def test_a_writer_that_has_published_lets_its_successor_work(tmp_path: Path) -> None:
     """The second begins after the first has published, but before the first has left its block."""
-    with ShardWriter(tmp_path, 0, 3, RECIPE) as first:
-        add(first, 0, 1, 2)
-        first.publish()
-        second = ShardWriter(tmp_path, 0, 3, RECIPE)
-        second.__enter__()
-    add(second, 2, 1, 0)
-    second.publish()
-    second.__exit__(None, None, None)
+    second = ShardWriter(tmp_path, 0, 3, RECIPE)
+    with ExitStack() as stack:
+        with ShardWriter(tmp_path, 0, 3, RECIPE) as first:
+            add(first, 0, 1, 2)
+            first.publish()
+            stack.enter_context(second)
+        add(second, 2, 1, 0)
+        second.publish()
 
     assert names(tmp_path) == [f"{STEM}.json", f"{STEM}.tar"]
     assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []

@@ -1,0 +1,395 @@
+"""tools/read_shard.py knows only docs/format.md and Python: where it and qie agree on a shard, the page is right."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from qie.shards.index import Entry, member_name
+from qie.shards.record import encode
+from qie.shards.writer import ShardWriter
+from qie.types import Sample
+from tests.builders import (
+    RECIPE,
+    ROOT,
+    join_record,
+    make_entry,
+    make_recipe,
+    make_sample,
+    mutated_json,
+    split_record,
+    write_shard,
+)
+
+TOOL = ROOT / "tools" / "read_shard.py"
+PLAIN = make_sample(0, prompt="make it bluer")
+RICH = make_sample(1, controls=((2, 3), (4, 6)), masked=True, clipped=3, prompt='naïve "日本"\n\x1b[31m')
+STEM = "00000000-00000004"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The tool by itself: -I and -S leave Python neither this repository nor any installed package."""
+    command = [sys.executable, "-I", "-S", "-X", "utf8", TOOL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", cwd="/", check=False)
+
+
+def faults(*arguments: str | Path) -> list[str]:
+    """The lines that the tool ends with when it finds faults."""
+    result = run(*arguments)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    return result.stderr.splitlines()
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    """Rows 0 to 3: plain, rich, skipped, plain again."""
+    write_shard(tmp_path, [PLAIN, RICH, None, PLAIN])
+    return tmp_path / f"{STEM}.tar"
+
+
+def rewrite(tar: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = tar.with_suffix(".json")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    change(values)
+    path.write_text(json.dumps(values), encoding="utf-8")
+
+
+def one_record(folder: Path, record: bytes, **entry: Any) -> Path:
+    """A shard of one row whose record and entry are whatever they are; all hashes are right."""
+    fields = vars(make_entry(PLAIN, 0)) | entry
+    with ShardWriter(folder, 0, 1, RECIPE) as shard:
+        shard.add(Entry(**fields), record)
+        shard.publish()
+    return folder / "00000000-00000001.tar"
+
+
+# Sound shards
+
+
+def test_it_needs_no_package_to_list_a_shard(tar: Path) -> None:
+    result = run(tar)
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        "rows [0, 4): 3 samples in 2 records, 1 skipped",
+        f"recipe {RECIPE.digest}",
+        f"       0  {PLAIN.key[:12]}  'row 0'  sizes 4x6 4x6  tokens 9 7",
+        f"       1  {RICH.key[:12]}  'row 1'  sizes 4x6 2x3 4x6  tokens 9 7",
+        "       2  skipped       'row 2'  'the target is no image'",
+        f"       3  {PLAIN.key[:12]}  'row 3'  sizes 4x6 4x6  tokens 9 7",
+    ]
+
+
+def test_it_lists_a_shard_whose_rows_are_all_skipped(tmp_path: Path) -> None:
+    write_shard(tmp_path, [None, None])
+
+    result = run(tmp_path / "00000000-00000002.tar")
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("rows [0, 2): 0 samples in 0 records, 2 skipped\n")
+
+
+def test_it_accepts_a_recipe_that_is_not_ascii(tmp_path: Path) -> None:
+    write_shard(tmp_path, [PLAIN], recipe=make_recipe(background="weiß"))
+
+    assert run(tmp_path / "00000000-00000001.tar").returncode == 0
+
+
+@pytest.mark.parametrize("sample", [PLAIN, RICH], ids=["plain", "rich"])
+def test_it_prints_every_tensor_as_qie_has_it(tar: Path, sample: Sample) -> None:
+    result = run(tar, sample.key)
+
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[:3] == [
+        f"key {sample.key}",
+        f"recipe {RECIPE.digest}",
+        f"prompt {sample.prompt!r}",
+    ]
+    found = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[3:]}
+    expected = {
+        "pixel_latent": sample.pixel_latent,
+        "prompt_embed": sample.prompt_embed,
+        "prompt_embeds_mask": sample.prompt_embeds_mask,
+        "empty_prompt_embed": sample.empty_prompt_embed,
+        "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask,
+    }
+    expected |= {f"control_latent[{number}]": latent for number, latent in enumerate(sample.control_latent)}
+    if sample.loss_mask is not None:
+        expected["loss_mask"] = sample.loss_mask
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        dtype, rest = found[name].split(maxsplit=1)
+        shape, numbers = rest.split("]")
+        words = numbers.split()
+        values = tensor.double()
+        assert dtype == {torch.float16: "F16", torch.bool: "BOOL", torch.uint8: "U8"}[tensor.dtype]
+        assert json.loads(shape + "]") == list(tensor.shape)
+        assert words[::2] == ["min", "mean", "max"]
+        assert [float(word) for word in words[1::2]] == pytest.approx(
+            [values.min().item(), values.mean().item(), values.max().item()], rel=1e-5
+        )
+
+
+def test_it_prints_tensors_larger_than_a_piece(tmp_path: Path) -> None:
+    large = make_sample(3, target=(80, 80), tokens=300, width=400)
+    write_shard(tmp_path, [large])
+
+    result = run(tmp_path / "00000000-00000001.tar", large.key)
+
+    assert result.returncode == 0
+    assert f"mean {large.pixel_latent.double().mean().item():.6g} " in result.stdout
+    assert f"mean {large.prompt_embed.double().mean().item():.6g} " in result.stdout
+
+
+def test_it_finds_a_record_by_the_beginning_of_its_key(tar: Path) -> None:
+    assert run(tar, RICH.key[:6]).stdout == run(tar, RICH.key).stdout
+
+
+def test_a_key_of_several_rows_is_one_record(tar: Path) -> None:
+    assert run(tar, PLAIN.key[:6]).stdout == run(tar, PLAIN.key).stdout
+
+
+def test_nothing_that_a_shard_holds_reaches_the_terminal_raw(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, 0, 1, RECIPE) as shard:
+        shard.add(make_entry(RICH, 0, "\x1b[2J\nname\x9b\x7f"), encode(RICH, RECIPE.digest))
+        shard.publish()
+    tar = tmp_path / "00000000-00000001.tar"
+
+    results = [run(tar), run(tar, RICH.key)]
+    rewrite(tar, lambda values: values["samples"][0].update(key=RICH.key[:6] + "\x1b\x9b"))
+    results += [run(tar), run(tar, RICH.key[:6])]
+
+    assert [result.returncode for result in results] == [0, 0, 1, 1]
+    printed = "".join(result.stdout + result.stderr for result in results)
+    assert all(line.isprintable() for line in printed.split("\n"))
+
+
+# Wrong usage
+
+
+@pytest.mark.parametrize("arguments", [[], ["shard"], ["shard.json"], ["a.tar", "b", "c"]], ids=str)
+def test_wrong_usage_is_answered_with_the_usage(arguments: list[str]) -> None:
+    result = run(*arguments)
+
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "python tools/read_shard.py SHARD.tar" in result.stderr
+
+
+@pytest.mark.parametrize("key", ["", "zz", "0" * 64], ids=["of every record", "of none", "of none in full"])
+def test_a_key_that_names_no_single_record_is_wrong_usage(tar: Path, key: str) -> None:
+    result = run(tar, key)
+
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.endswith(f"samples of this shard have a key that begins with {key!r}\n")
+
+
+# Damage to the files
+
+
+def test_a_tar_without_an_index_is_a_fault(tar: Path) -> None:
+    tar.with_suffix(".json").unlink()
+
+    assert faults(tar) == [f"index: [Errno 2] No such file or directory: '{tar.with_suffix('.json')}'"]
+
+
+def test_an_index_without_a_tar_is_a_fault(tar: Path) -> None:
+    tar.unlink()
+
+    assert faults(tar) == [f"tar: [Errno 2] No such file or directory: '{tar}'"]
+
+
+@pytest.mark.parametrize("size", [0, 100, 512, 3000, 7000])
+def test_a_truncated_tar_is_a_fault(tar: Path, size: int) -> None:
+    tar.write_bytes(tar.read_bytes()[:size])
+
+    assert all(line.startswith(("tar: ", "row ")) for line in faults(tar))
+
+
+def test_a_flipped_payload_bit_is_a_fault_of_its_rows(tar: Path) -> None:
+    content = bytearray(tar.read_bytes())
+    content[1500] ^= 1
+    tar.write_bytes(content)
+
+    sha256, first, again = faults(tar)
+
+    assert sha256.startswith("tar: sha256: ")
+    assert first == "row 0: the record's sha256 is not that of the index"
+    assert again == "row 3: the record's sha256 is not that of the index"
+    assert faults(tar, PLAIN.key) == [first, again]
+    assert run(tar, RICH.key).returncode == 0
+
+
+def test_a_flipped_bit_in_a_tar_header_is_a_fault(tar: Path) -> None:
+    content = bytearray(tar.read_bytes())
+    content[110] ^= 1  # the owner
+    tar.write_bytes(content)
+
+    assert faults(tar)[0].startswith("tar: sha256: ")
+
+
+def test_a_tar_header_with_an_owner_and_a_time_is_a_fault(tar: Path) -> None:
+    content = tar.read_bytes()
+    header = bytearray(content[:512])
+    header[108:116], header[136:148], header[148:156] = b"0001750\x00", b"14720000000\x00", b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    tar.write_bytes(bytes(header) + content[512:])
+    rewrite(tar, lambda values: values.update(sha256=hashlib.sha256(tar.read_bytes()).hexdigest()))
+
+    (fault,) = faults(tar)
+    assert fault.startswith(f"tar: header of {member_name(PLAIN.key)}: ")
+
+
+# Damage to the index: the tool's word for each
+
+FILE = member_name(PLAIN.key)
+INDEX_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no version": (lambda v: v.pop("format_version"), "index: 'format_version' is missing"),
+    "version": (lambda v: v.update(format_version=2), "index: format version 2, this script knows 1"),
+    "range": (lambda v: v.update(stop=5), "index: range, by its name: '00000000-00000005'"),
+    "digest": (lambda v: v["recipe"].update(digest="0" * 16), "index: digest of the recipe: '0000000000000000'"),
+    "recipe": (lambda v: v["recipe"].update(area_px=1), f"index: digest of the recipe: '{RECIPE.digest}'"),
+    "row gone": (lambda v: v["skipped"].clear(), "index: its rows are not each of [0, 4) once"),
+    "row twice": (lambda v: v["skipped"][0].update(row=3), "index: its rows are not each of [0, 4) once"),
+    "order": (lambda v: v["samples"].reverse(), "index: order of rows in samples: [3, 1, 0] where [0, 1, 3] is due"),
+    "field gone": (lambda v: v["samples"][1].pop("tokens"), "index: fields of row 1: "),
+    "file gone": (lambda v: v["files"].pop(FILE), "index: names of files, by samples: "),
+    "key": (lambda v: v["samples"][1].update(key="K" * 64), "index: names that hold no key: "),
+    "filesize": (lambda v: v.update(filesize=1), "tar: size: "),
+    "tar's hash": (lambda v: v.update(sha256="0" * 64), "tar: sha256: "),
+    "offset": (lambda v: v["files"][FILE].update(offset=1024), f"tar: place of {FILE}: "),
+    "far offset": (lambda v: v["files"][FILE].update(offset=10**9), "row 0: offset 1000000000 and size "),
+    "size": (lambda v: v["files"][FILE].update(size=100), f"tar: place of {FILE}: "),
+    "record's hash": (lambda v: v["files"][FILE].update(sha256=""), "row 0: the record's sha256 is not that of the"),
+    "target": (lambda v: v["samples"][0]["shape"].update(target=[6, 4]), "row 0: pixel_latent: ('F16', [16, 1, 4, 6])"),
+    "controls": (lambda v: v["samples"][1]["shape"]["controls"].reverse(), "row 1: control_shapes: [[16, 1, 2, 3], "),
+    "tokens": (lambda v: v["samples"][0].update(tokens=8), "row 0: prompt_embed: ('F16', [9, 8]) where "),
+    "empty tokens": (lambda v: v["samples"][0].update(empty_tokens=9), "row 0: empty_prompt_embed: ('F16', [2, 8])"),
+    "bytes": (lambda v: v["samples"][0].update(tensor_bytes={}), "row 0: tensor_bytes: {} where "),
+    "clipped": (lambda v: v["samples"][1].update(clipped=0), "row 1: clipped: 3 where 0 is due"),
+    "nonsense": (lambda v: v.update(samples={"0": 1}), "index: "),
+    "infinite": (lambda v: v.update(stop=float("inf")), "index: "),
+}
+
+
+@pytest.mark.parametrize(("change", "fault"), INDEX_FAULTS.values(), ids=INDEX_FAULTS)
+def test_a_damaged_index_is_a_fault(tar: Path, change: Callable[[dict[str, Any]], object], fault: str) -> None:
+    rewrite(tar, change)
+
+    found = faults(tar)
+
+    assert any(line.startswith(fault) for line in found), found
+
+
+def test_an_index_that_is_no_json_is_a_fault(tar: Path) -> None:
+    tar.with_suffix(".json").write_text("{")
+
+    (fault,) = faults(tar)
+    assert fault.startswith("index: Expecting property name")
+
+
+# Damage within a record whose hashes are right
+
+RECORD_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str]] = {
+    "version": (lambda header, about: about.update(format_version=2), "row 0: format_version: 2 where 1 is due"),
+    "key": (lambda header, about: about.update(key=RICH.key), f"row 0: key: '{RICH.key}' where '{PLAIN.key}' is due"),
+    "recipe": (lambda header, about: about.update(recipe="0" * 16), "row 0: recipe: '0000000000000000' where "),
+    "prompt": (lambda header, about: about.update(prompt="e\u0301"), "row 0: prompt: 'e\u0301' where '\u00e9' is due"),
+    "no prompt": (lambda header, about: about.pop("prompt"), "row 0: 'prompt' is missing"),
+    "prefix": (lambda header, about: about.update(shared_prefix=4), "row 0: empty_prompt_embed: "),
+    "long prefix": (lambda header, about: about.update(shared_prefix=99), "row 0: shared_prefix: 99 where 7 is due"),
+    "unknown": (lambda header, about: about.update(colour=1), "row 0: colour: 1 where None is due"),
+    "no tensor": (lambda header, about: header.pop("prompt_embeds_mask"), "row 0: "),
+    "dtype": (lambda header, about: header["prompt_embed"].update(dtype="F32"), "row 0: 'F32' is missing"),
+    "shape": (lambda header, about: header["prompt_embed"].update(shape=[8, 9]), "row 0: prompt_embed: "),
+    "size": (lambda header, about: header["prompt_embed"].update(shape=[9, 9]), "row 0: prompt_embed has data_offsets"),
+    "negative": (lambda header, about: header["prompt_embed"].update(shape=[-9, -8]), "row 0: no shape: [-9, -8]"),
+    "offsets": (
+        lambda header, about: header["prompt_embed"].update(data_offsets=[0, 144]),
+        "row 0: control_latent has data_offsets [0, 768] where [144, 912] are due",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "fault"), RECORD_FAULTS.values(), ids=RECORD_FAULTS)
+def test_a_record_that_its_index_does_not_describe_is_a_fault(
+    tmp_path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object], fault: str
+) -> None:
+    header, about, body = split_record(encode(PLAIN, RECIPE.digest))
+    change(header, about)
+    tar = one_record(tmp_path, join_record(header, about, body))
+
+    found = faults(tar)
+
+    assert any(line.startswith(fault) for line in found), found
+    assert faults(tar, PLAIN.key) == found
+
+
+@pytest.mark.parametrize(
+    ("record", "fault"),
+    [
+        (b"", "row 0: cut short or damaged, "),
+        (b"\x00" * 7, "row 0: cut short or damaged, "),
+        (b"\xff" * 8 + b"{}", "row 0: the header is longer than the record"),
+        (b"\x02" + b"\x00" * 7 + b"{}", "row 0: '__metadata__' is missing"),
+        (encode(PLAIN, RECIPE.digest) + b"\x00", "row 0: the record's tensors end at "),
+    ],
+    ids=["empty", "short", "header", "metadata", "long"],
+)
+def test_bytes_that_are_no_record_are_a_fault(tmp_path: Path, record: bytes, fault: str) -> None:
+    (found,) = faults(one_record(tmp_path, record))
+
+    assert found.startswith(fault)
+
+
+# And any other damage, within this process to be quick
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("read_shard", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_mutated_index_is_never_more_than_a_fault(
+    tar: Path, tool: ModuleType, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dice = random.Random(seed)
+    text = tar.with_suffix(".json").read_text(encoding="utf-8")
+
+    statuses = []
+    for _ in range(100):
+        tar.with_suffix(".json").write_text(mutated_json(text, dice), encoding="utf-8")
+        statuses.append(tool.main([str(tar)]))
+        assert bool(statuses[-1]) == bool(capsys.readouterr().err)
+
+    assert set(statuses) == {0, 1}
+    assert statuses.count(1) > 80, "what the tool does not look at should be little"
+
+
+def test_a_flipped_bit_anywhere_in_the_tar_is_a_fault(tar: Path, tool: ModuleType) -> None:
+    dice = random.Random(0)
+    content = tar.read_bytes()
+
+    for _ in range(100):
+        damaged = bytearray(content)
+        damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)
+        tar.write_bytes(damaged)
+        assert tool.main([str(tar)]) == 1

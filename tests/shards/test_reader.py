@@ -1,0 +1,417 @@
+"""Reading shards back: the right samples, without copies, and every kind of damage found."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qie.errors import RecipeMismatchError, ShardError
+from qie.shards.index import Member, ShardIndex, member_name
+from qie.shards.reader import Shard, ShardSet, require_disjoint
+from qie.shards.record import encode
+from qie.shards.writer import ShardWriter
+from qie.types import Sample
+from tests.builders import (
+    RECIPE,
+    assert_same,
+    make_entry,
+    make_recipe,
+    make_sample,
+    make_skipped,
+    mutated_json,
+    write_shard,
+)
+
+STEM = "00000000-00000003"
+SAMPLES = [make_sample(0), make_sample(1, controls=((2, 3), (4, 6)), masked=True), make_sample(2)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """The index of a fresh shard of SAMPLES, for tests to damage."""
+    write_shard(tmp_path, SAMPLES)
+    return tmp_path / f"{STEM}.json"
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def rewrite(index_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads(index_path.read_text(encoding="utf-8"))
+    change(values)
+    index_path.write_text(json.dumps(values), encoding="utf-8")
+
+
+def member_of(shard: Shard, row: int) -> Member:
+    return shard.index.files[member_name(shard.index.samples[row].key)]
+
+
+# One shard
+
+
+def test_a_shard_gives_back_its_samples(path: Path) -> None:
+    shard = Shard(path)
+
+    for entry, sample in zip(shard.index.samples, SAMPLES, strict=True):
+        assert_same(shard.load(entry), sample)
+
+
+def test_a_sound_shard_verifies_without_a_fault(path: Path) -> None:
+    assert list(Shard(path).verify()) == []
+
+
+def test_opening_a_shard_reads_no_byte_of_its_tar(path: Path) -> None:
+    path.with_suffix(".tar").write_bytes(bytes(path.with_suffix(".tar").stat().st_size))
+
+    assert len(Shard(path).index.samples) == 3
+
+
+def test_loaded_latents_lie_in_the_mapped_file(path: Path) -> None:
+    shard = Shard(path)
+    entry = shard.index.samples[1]
+    record = torch.frombuffer(shard.record(entry), dtype=torch.uint8)
+
+    sample = shard.load(entry)
+
+    for view in (sample.pixel_latent, *sample.control_latent, sample.prompt_embed):
+        assert record.data_ptr() < view.data_ptr() < record.data_ptr() + len(record)
+
+
+def test_writing_to_a_loaded_latent_does_not_reach_the_file(path: Path) -> None:
+    before = path.with_suffix(".tar").read_bytes()
+    shard = Shard(path)
+
+    shard.load(shard.index.samples[0]).pixel_latent.zero_()
+
+    assert path.with_suffix(".tar").read_bytes() == before
+
+
+def test_a_sample_outlives_its_shard(path: Path) -> None:
+    shard = Shard(path)
+    sample = shard.load(shard.index.samples[0])
+    path.with_suffix(".tar").unlink()
+    del shard
+
+    assert_same(sample, SAMPLES[0])
+
+
+def test_a_verified_record_is_the_record(path: Path) -> None:
+    shard = Shard(path)
+
+    assert [shard.verified_record(entry) for entry in shard.index.samples] == [
+        encode(sample, RECIPE.digest) for sample in SAMPLES
+    ]
+
+
+# Damage
+
+
+def test_a_missing_tar_is_refused(path: Path) -> None:
+    path.with_suffix(".tar").unlink()
+
+    with pytest.raises(ShardError, match="the shard is missing"):
+        Shard(path)
+
+
+def test_a_folder_in_place_of_the_tar_is_refused(path: Path) -> None:
+    path.with_suffix(".tar").unlink()
+    path.with_suffix(".tar").mkdir()
+
+    with pytest.raises(ShardError, match="the shard is missing"):
+        Shard(path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 10240])
+def test_a_truncated_tar_is_refused(path: Path, size: int) -> None:
+    tar = path.with_suffix(".tar")
+    full = tar.stat().st_size
+    tar.write_bytes(tar.read_bytes()[:size])
+
+    with pytest.raises(ShardError, match="the shard is cut short") as error:
+        Shard(path)
+    assert (error.value.expected, error.value.found) == (f"{full} bytes", f"{size} bytes")
+
+
+def test_a_tar_of_another_size_is_refused(path: Path) -> None:
+    with path.with_suffix(".tar").open("ab") as file:
+        file.write(bytes(10240))
+
+    with pytest.raises(ShardError, match="is not the one its index describes"):
+        Shard(path)
+
+
+def test_a_tar_that_was_cut_after_opening_is_refused(path: Path) -> None:
+    shard = Shard(path)
+    tar = path.with_suffix(".tar")
+    tar.write_bytes(tar.read_bytes()[:600])
+
+    for entry in shard.index.samples:
+        with pytest.raises(ShardError):
+            shard.load(entry)
+
+
+def test_swapped_records_are_refused(path: Path) -> None:
+    one, other = (member_name(SAMPLES[row].key) for row in (0, 2))
+
+    def swap(values: dict[str, Any]) -> None:
+        values["files"][one], values["files"][other] = values["files"][other], values["files"][one]
+
+    rewrite(path, swap)
+    shard = Shard(path)
+
+    with pytest.raises(ShardError, match="the record is another sample's") as error:
+        shard.load(shard.index.samples[0])
+    assert (error.value.expected, error.value.found) == (SAMPLES[0].key, SAMPLES[2].key)
+
+
+def test_a_record_of_other_sizes_than_its_entry_is_refused(path: Path) -> None:
+    rewrite(path, lambda values: values["samples"][0]["shape"].update(target=[6, 4]))
+    shard = Shard(path)
+
+    with pytest.raises(ShardError, match="the record has other sizes than the index"):
+        shard.load(shard.index.samples[0])
+
+
+def test_a_record_that_is_none_is_refused(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, 0, 1, RECIPE) as writer:
+        writer.add(make_entry(SAMPLES[0], 0), b"no record")
+        writer.publish()
+    shard = Shard(tmp_path / "00000000-00000001.json")
+
+    with pytest.raises(ShardError, match="the header is longer than the record") as error:
+        shard.load(shard.index.samples[0])
+    assert str(error.value.where) == f"{shard.path}, {SAMPLES[0].key}"
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_flipped_payload_bit_is_found_by_verify(path: Path, row: int) -> None:
+    member = member_of(Shard(path), row)
+    flip(path.with_suffix(".tar"), member.offset + member.size - 1, bit=3)
+
+    tar = path.with_suffix(".tar")
+    assert list(Shard(path).verify()) == [
+        f"{tar}: its SHA-256 is not the one in its index",
+        f"{tar}: {member_name(SAMPLES[row].key)} is damaged",
+    ]
+
+
+def test_a_flipped_bit_between_the_records_is_found_by_verify(path: Path) -> None:
+    flip(path.with_suffix(".tar"), 0)
+
+    assert list(Shard(path).verify()) == [f"{path.with_suffix('.tar')}: its SHA-256 is not the one in its index"]
+
+
+@pytest.mark.parametrize("field", ["offset", "size", "sha256"])
+def test_a_member_that_is_not_where_the_index_says_is_found_by_verify(path: Path, field: str) -> None:
+    name = member_name(SAMPLES[0].key)
+    value = {"offset": 511, "size": 100, "sha256": "0" * 64}[field]
+    rewrite(path, lambda values: values["files"][name].update({field: value}))
+
+    assert any(name in fault for fault in Shard(path).verify())
+
+
+def test_a_flipped_payload_bit_is_found_by_verified_record(path: Path) -> None:
+    shard = Shard(path)
+    member = member_of(shard, 1)
+    flip(path.with_suffix(".tar"), member.offset + member.size // 2)
+
+    with pytest.raises(ShardError, match="a record is damaged") as error:
+        shard.verified_record(shard.index.samples[1])
+    assert SAMPLES[1].key in str(error.value.where)
+    assert shard.verified_record(shard.index.samples[0]) == encode(SAMPLES[0], RECIPE.digest)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_damage_to_the_index_gives_samples_or_a_shard_error(path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    text = path.read_text(encoding="utf-8")
+
+    outcomes = set()
+    for _ in range(50):
+        path.write_text(mutated_json(text, dice), encoding="utf-8")
+        outcomes |= _outcomes(path)
+
+    assert outcomes == {Sample, ShardError}
+
+
+def _outcomes(path: Path) -> set[type]:
+    try:
+        shard = Shard(path)
+    except ShardError:
+        return {ShardError}
+    found = set()
+    for entry in shard.index.samples:
+        try:
+            found.add(type(shard.load(entry)))
+        except ShardError:
+            found.add(ShardError)
+    return found
+
+
+# Several shards
+
+
+def many(folder: Path, *shards: list[Sample | None]) -> list[Shard]:
+    start, opened = 0, []
+    for samples in shards:
+        index: ShardIndex = write_shard(folder, samples, start=start)
+        opened.append(Shard(folder / f"{start:08d}-{index.stop:08d}.json"))
+        start = index.stop
+    return opened
+
+
+LAYOUTS = {
+    "one shard": ["abc"],
+    "several shards": ["a", "bc", "d"],
+    "skipped rows": ["-a", "b-c", "-"],
+    "a skipped shard first": ["--", "ab", "c"],
+    "a skipped shard between": ["ab", "--", "c"],
+    "a skipped shard last": ["ab", "c", "--"],
+    "skipped shards everywhere": ["-", "--", "a", "-", "b-", "-", "c", "-"],
+    "equal rows": ["aa", "ba", "a"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_positions_lead_to_the_samples_in_the_order_of_rows(tmp_path: Path, layout: list[str]) -> None:
+    letters = {letter: make_sample(ord(letter)) for letter in "abcd"}
+    many(tmp_path, *([letters.get(letter) for letter in shard] for shard in layout))
+    rows = "".join(layout)
+
+    shards = ShardSet.open([tmp_path])
+
+    expected = [letters[letter] for letter in rows if letter != "-"]
+    assert len(shards) == len(expected)
+    assert shards.keys == [sample.key for sample in expected]
+    assert shards.shapes == [sample.shape for sample in expected]
+    assert [entry.row for entry in shards.entries] == [row for row, letter in enumerate(rows) if letter != "-"]
+    assert [gone.row for gone in shards.skipped] == [row for row, letter in enumerate(rows) if letter == "-"]
+    for position, sample in enumerate(expected):
+        assert_same(shards.load(position), sample)
+
+
+def test_a_position_past_the_end_is_an_index_error(tmp_path: Path) -> None:
+    shards = ShardSet(many(tmp_path, SAMPLES))
+
+    with pytest.raises(IndexError):
+        shards.load(3)
+
+
+def test_shards_open_from_several_places(tmp_path: Path) -> None:
+    write_shard(tmp_path / "one", SAMPLES[:2])
+    write_shard(tmp_path / "two", SAMPLES[2:])
+
+    shards = ShardSet.open([tmp_path / "two", f"{tmp_path}/one/*.tar"])
+
+    assert shards.keys == [SAMPLES[2].key, SAMPLES[0].key, SAMPLES[1].key]
+
+
+def test_shards_without_any_sample_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="the shards hold no samples"):
+        ShardSet(many(tmp_path, [None, None], [None]))
+
+
+def test_no_shards_are_refused() -> None:
+    with pytest.raises(ShardError, match="the shards hold no samples"):
+        ShardSet([])
+
+
+def test_shards_of_one_recipe_have_it(tmp_path: Path) -> None:
+    shards = ShardSet(many(tmp_path, SAMPLES[:1], SAMPLES[1:]))
+
+    assert shards.recipe == RECIPE
+    shards.require_recipe(make_recipe(), "nothing to do")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("area_px", 512 * 512, "area_px: 1048576 here, 262144 there"),
+        ("vae", "f" * 64, "vae: aaaaaaaaaaaa… here, ffffffffffff… there"),
+        ("text_area_px", None, "text_area_px: 147456 here, None there"),
+        ("vae_dtype", "bfloat16", "vae_dtype: float32 here, bfloat16 there"),
+    ],
+)
+def test_shards_of_two_recipes_are_refused_by_the_field_that_differs(
+    tmp_path: Path, field: str, value: object, said: str
+) -> None:
+    other = make_recipe(**{field: value})
+    write_shard(tmp_path, SAMPLES[:1])
+    write_shard(tmp_path, [make_sample(1, recipe=other)], start=1, recipe=other)
+
+    with pytest.raises(RecipeMismatchError) as error:
+        ShardSet.open([tmp_path])
+
+    assert error.value.what == f"shards of another recipe: {said}"
+    assert (error.value.expected, error.value.found) == (f"recipe {RECIPE.digest}", f"recipe {other.digest}")
+    assert str(error.value.where) == str(tmp_path / "00000001-00000002.tar")
+    assert error.value.exit_code == 2
+
+
+def test_two_differing_fields_are_both_named(tmp_path: Path) -> None:
+    other = make_recipe(area_px=4096, background="#000000")
+    shards = ShardSet(many(tmp_path, SAMPLES))
+
+    with pytest.raises(RecipeMismatchError) as error:
+        shards.require_recipe(other, "precompute again")
+
+    assert error.value.what == (
+        "shards of another recipe: area_px: 4096 here, 1048576 there; background: #000000 here, #ffffff there"
+    )
+    assert error.value.hint == "precompute again"
+
+
+@pytest.mark.parametrize(("start", "found"), [(2, "rows [2, 3)"), (0, "rows [0, 3)"), (1, "rows [1, 3)")])
+def test_overlapping_shards_are_refused(tmp_path: Path, start: int, found: str) -> None:
+    write_shard(tmp_path, SAMPLES)
+    write_shard(tmp_path, [*SAMPLES, SAMPLES[0]], start=start)
+
+    with pytest.raises(ShardError, match="two shards hold the same rows") as error:
+        ShardSet.open([tmp_path])
+    assert str(error.value.found).startswith(found)
+
+
+def test_a_shard_within_another_is_refused(tmp_path: Path) -> None:
+    write_shard(tmp_path, [make_sample(seed) for seed in range(6)])
+    write_shard(tmp_path, [make_sample(1)], start=1)
+    write_shard(tmp_path, [make_sample(4)], start=4)
+
+    with pytest.raises(ShardError, match="two shards hold the same rows"):
+        ShardSet.open([tmp_path])
+
+
+def test_a_skipped_shard_over_the_rows_of_another_is_refused(tmp_path: Path) -> None:
+    write_shard(tmp_path, SAMPLES)
+    write_shard(tmp_path, [None], start=2)
+
+    with pytest.raises(ShardError, match="two shards hold the same rows"):
+        ShardSet.open([tmp_path])
+
+
+def test_the_same_rows_in_two_directories_are_two_sources(tmp_path: Path) -> None:
+    write_shard(tmp_path / "one", SAMPLES)
+    write_shard(tmp_path / "two", SAMPLES)
+
+    assert len(ShardSet.open([tmp_path / "one", tmp_path / "two"])) == 6
+
+
+def test_adjoining_shards_are_disjoint(tmp_path: Path) -> None:
+    require_disjoint(many(tmp_path, SAMPLES[:1], SAMPLES[1:])[::-1])
+
+
+def test_skipped_rows_keep_their_reasons(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, 0, 2, RECIPE) as writer:
+        writer.add(make_entry(SAMPLES[0], 0), encode(SAMPLES[0], RECIPE.digest))
+        writer.skip(make_skipped(1, "no control image"))
+        writer.publish()
+
+    assert ShardSet.open([tmp_path]).skipped == [make_skipped(1, "no control image")]
