@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qie.errors import ModelError
-from qie.recipe import FAMILIES, Family, Recipe, canonical_json, template_digest
+from qie.recipe import FAMILIES, Family, json_hash
 
 COMPONENT_CLASSES = {
     "vae": "AutoencoderKLQwenImage",
@@ -85,39 +84,6 @@ def open_checkpoint(name_or_path: str, family: str = "auto", components: tuple[s
     return checkpoint
 
 
-def recipe_of(
-    checkpoint: Checkpoint, *, area_px: int | None, text_area_px: int | None, vae_dtype: str, text_dtype: str
-) -> Recipe:
-    """The recipe of encoding with `checkpoint`; areas of None are the family's own."""
-    with ThreadPoolExecutor() as pool:
-        vae, text_encoder, tokenizer = pool.map(
-            content_hash, [checkpoint.component(name) for name in ("vae", "text_encoder", "tokenizer")]
-        )
-    family = checkpoint.family
-    return Recipe(
-        family=family.name,
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        processor=hashlib.sha256(canonical_json(image_processor_config(checkpoint)).encode()).hexdigest(),
-        area_px=area_px or family.area_px,
-        text_area_px=text_area_px or family.text_area_px,
-        vae_dtype=vae_dtype,
-        text_dtype=text_dtype,
-        template=template_digest(family),
-        multiple_px=family.multiple_px,
-    )
-
-
-def image_processor_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What Qwen2VLImageProcessor is built from, from either of the two layouts in which it is saved."""
-    folder = checkpoint.component("processor")
-    newer = folder / "processor_config.json"
-    if newer.is_file() and "image_processor" in (config := read_json(newer)):
-        return dict(config["image_processor"])
-    return read_json(folder / "preprocessor_config.json")
-
-
 def content_hash(folder: Path) -> str:
     """SHA-256 over a component's configuration and weight files, by name; where it lies does not count."""
     whole = hashlib.sha256()
@@ -126,11 +92,20 @@ def content_hash(folder: Path) -> str:
             continue
         if path.name == "config.json":
             config = {name: value for name, value in read_json(path).items() if name not in _NOT_CONTENT}
-            digest = hashlib.sha256(canonical_json(config).encode()).hexdigest()
+            digest = json_hash(config)
         else:
             digest = file_hash(path)
         whole.update(f"{path.name} {digest}\n".encode())
     return whole.hexdigest()
+
+
+def processor_hash(checkpoint: Checkpoint) -> str:
+    """SHA-256 of what the image processor is built from, whichever of its two layouts holds it."""
+    folder = checkpoint.component("processor")
+    newer = folder / "processor_config.json"
+    if newer.is_file() and "image_processor" in (config := read_json(newer)):
+        return json_hash(config["image_processor"])
+    return json_hash(read_json(folder / "preprocessor_config.json"))
 
 
 def file_hash(path: Path) -> str:

@@ -88,6 +88,7 @@ class Recipe:
         area_px, text_area_px: image areas for the VAE and for Qwen2.5-VL (None: the VAE's image).
         vae_dtype, text_dtype: precision of the computation, such as "bfloat16".
         template: hash of the text around images and prompt, and of the null prompt.
+        resampling: hash of what the image library makes of a test picture: its releases resize differently.
         multiple_px: sizes are rounded to this multiple.
         background: colour that transparent images are laid on.
         storage_dtype: precision of what is stored.
@@ -104,6 +105,7 @@ class Recipe:
     vae_dtype: str
     text_dtype: str
     template: str
+    resampling: str
     multiple_px: int = 32
     background: str = "#ffffff"
     storage_dtype: str = "float16"
@@ -111,7 +113,7 @@ class Recipe:
 
     @property
     def full_digest(self) -> str:
-        return hashlib.sha256(canonical_json(asdict(self)).encode()).hexdigest()
+        return json_hash(asdict(self))
 
     @property
     def digest(self) -> str:
@@ -170,6 +172,11 @@ def template_digest(family: Family) -> str:
 def canonical_json(value: object) -> str:
     """JSON with one spelling per value: sorted keys, no spaces, characters as they are."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def json_hash(value: object) -> str:
+    """SHA-256 of a value's canonical JSON."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def _short(value: object) -> str:

@@ -29,6 +29,7 @@ RECIPE = Recipe(
     vae_dtype="float32",
     text_dtype="bfloat16",
     template="e" * 64,
+    resampling="f" * 64,
 )
 TENSORS = (
     "pixel_latent",

@@ -61,12 +61,11 @@ def _encoder(folder: Path, text_area_px: int | None = None):
     import torch
 
     from qie.encode import Encoder
-    from qie.pretrained import open_checkpoint, recipe_of
+    from qie.pretrained import open_checkpoint
 
-    checkpoint = open_checkpoint(str(folder))
-    dtypes = {"vae_dtype": "float32", "text_dtype": "float32"}
-    recipe = recipe_of(checkpoint, area_px=AREA_PX, text_area_px=text_area_px, **dtypes)
-    return Encoder(checkpoint, recipe, torch.device("cpu"), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    areas = {"area_px": AREA_PX, "text_area_px": text_area_px}
+    return Encoder.open(open_checkpoint(str(folder)), vae_device=cpu, text_device=cpu, **areas)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ RECIPE = Recipe(
     vae_dtype="float32",
     text_dtype="float32",
     template="5" * 64,
+    resampling="6" * 64,
 )
 SHAPES = (Shape((4, 4), ((4, 4),)), Shape((4, 6), ((4, 6),)), Shape((4, 4), ((2, 4), (4, 2))))
 

@@ -330,6 +330,8 @@ deterministic = settings(derandomize=True, deadline=None, database=None, max_exa
 @given(sides, sides, areas)
 @example(1, 20_000, 1024 * 1024)
 @example(20_000, 1, 1)
+@example(80, 80, 80 * 80)  # 2.5 multiples: halves are rounded to even
+@example(64, 441, 384 * 384)  # 31.500000000000004 multiples by one formula, 31.499999999999996 by another
 def test_sizes_are_those_of_diffusers_and_never_0(width: int, height: int, area: int) -> None:
     expected = calculate_dimensions(area, width / height)
     found = fit_size(width, height, area, 32)

@@ -148,12 +148,12 @@ def test_each_weighting_follows_its_formula(weighting: str, formula: Callable[[f
     assert_close(found / plain, torch.tensor([formula(sigma) for sigma in sigmas.tolist()]), rtol=1e-5, atol=0)
 
 
-def test_the_loss_is_computed_in_float32_whatever_the_model_computes_in() -> None:
-    latent, noise = latents(2, 16, 1, 32, 32), latents(2, 16, 1, 32, 32, seed=1)
-    prediction = latents(2, 16, 1, 32, 32, seed=2).bfloat16()
-    found = flow_loss(prediction, latent.half(), noise, torch.tensor([0.2, 0.8]))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_is_computed_in_float32_whatever_it_is_given(dtype: torch.dtype) -> None:
+    prediction, latent, noise = (latents(2, 16, 1, 32, 32, seed=seed).to(dtype) for seed in range(3))
+    found = flow_loss(prediction, latent, noise, torch.tensor([0.2, 0.8]))
     assert found.dtype == torch.float32
-    exact = (prediction.double() - (noise.double() - latent.half().double())).square().flatten(1).mean(1)
+    exact = (prediction.double() - (noise.double() - latent.double())).square().flatten(1).mean(1)
     assert_close(found.double(), exact, rtol=1e-5, atol=0)
 
 

@@ -14,7 +14,7 @@ from qie.encode import Encoder
 from qie.encode.images import decode_image
 from qie.errors import RowError, UsageError
 from qie.predict import Painter
-from qie.pretrained import ENCODERS, open_checkpoint, recipe_of
+from qie.pretrained import ENCODERS, open_checkpoint
 from qie.recipe import Recipe
 
 
@@ -25,17 +25,14 @@ def open_encoder(config: Config) -> Encoder:
         ModelError: the checkpoint lacks an encoder, or is of another kind.
         ConfigError: a device is not there.
     """
-    vae_device = resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device")
-    text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
-    checkpoint = open_checkpoint(config.model.pretrained_model_name_or_path, config.model.family)
-    recipe = recipe_of(
-        checkpoint,
+    return Encoder.open(
+        open_checkpoint(config.model.pretrained_model_name_or_path, config.model.family),
+        vae_device=resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device"),
+        text_device=resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device"),
+        compute_dtype=config.cache.compute_dtype,
         area_px=config.data.area_px,
         text_area_px=config.data.text_area_px,
-        vae_dtype=resolve_dtype(config.cache.compute_dtype, vae_device),
-        text_dtype=resolve_dtype(config.cache.compute_dtype, text_device),
     )
-    return Encoder(checkpoint, recipe, vae_device, text_device)
 
 
 def open_painter(config: Config, lora: Path | None) -> Painter:

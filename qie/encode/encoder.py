@@ -8,12 +8,13 @@ from functools import cached_property
 import torch
 from PIL import Image
 
-from qie.encode.images import LATENT_SCALE, decode_image, fit_image, fit_size, to_loss_mask
+from qie.devices import resolve_dtype
+from qie.encode.images import LATENT_SCALE, decode_image, fit_image, fit_size, resampling_digest, to_loss_mask
 from qie.encode.text import PromptEncoder, check_prompt
 from qie.encode.vae import VaeEncoder
 from qie.errors import RowError
-from qie.pretrained import Checkpoint
-from qie.recipe import FAMILIES, NULL_PROMPT, Recipe, normal_prompt
+from qie.pretrained import Checkpoint, content_hash, processor_hash
+from qie.recipe import FAMILIES, NULL_PROMPT, Recipe, normal_prompt, template_digest
 from qie.types import Row, Sample, Shape
 
 FP16_MAX = torch.finfo(torch.float16).max
@@ -31,6 +32,42 @@ class Encoder:
     ) -> None:
         self.checkpoint, self.recipe = checkpoint, recipe
         self._vae_device, self._text_device = vae_device, text_device
+
+    @classmethod
+    def open(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        vae_device: torch.device,
+        text_device: torch.device,
+        compute_dtype: str = "auto",
+        area_px: int | None = None,
+        text_area_px: int | None = None,
+    ) -> Encoder:
+        """The encoder of a checkpoint. Its recipe is made now, from the content of the files.
+
+        Args:
+            checkpoint: with all of `ENCODERS`.
+            vae_device, text_device: where the encoders compute; they may be the same.
+            compute_dtype: name of a dtype, or auto: bfloat16 on a GPU, float32 on the CPU.
+            area_px, text_area_px: image areas for the VAE and for Qwen2.5-VL; None is the family's own.
+        """
+        family = checkpoint.family
+        recipe = Recipe(
+            family=family.name,
+            vae=content_hash(checkpoint.component("vae")),
+            text_encoder=content_hash(checkpoint.component("text_encoder")),
+            tokenizer=content_hash(checkpoint.component("tokenizer")),
+            processor=processor_hash(checkpoint),
+            area_px=area_px or family.area_px,
+            text_area_px=text_area_px or family.text_area_px,
+            vae_dtype=resolve_dtype(compute_dtype, vae_device),
+            text_dtype=resolve_dtype(compute_dtype, text_device),
+            template=template_digest(family),
+            resampling=resampling_digest(),
+            multiple_px=family.multiple_px,
+        )
+        return cls(checkpoint, recipe, vae_device, text_device)
 
     @cached_property
     def vae(self) -> VaeEncoder:

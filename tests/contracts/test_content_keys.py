@@ -6,9 +6,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from qie.encode import Encoder
 from qie.precompute import precompute
-from qie.pretrained import open_checkpoint, recipe_of
+from qie.pretrained import open_checkpoint
 from qie.recipe import Recipe
 from qie.shards.reader import ShardSet
 from qie.types import Row
@@ -66,19 +68,23 @@ def test_the_key_is_the_one_that_the_format_gives() -> None:
     assert RECIPE.key(ROW) == sha("\n".join(lines).encode())
 
 
+def recipe_of(model: Path) -> Recipe:
+    cpu = torch.device("cpu")
+    return Encoder.open(open_checkpoint(str(model)), vae_device=cpu, text_device=cpu).recipe
+
+
 @pytest.mark.parametrize("file", ["vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"])
 def test_one_changed_bit_of_an_encoders_weights_changes_the_recipe(tiny_edit: Path, tmp_path: Path, file: str) -> None:
     import shutil
 
     shutil.copytree(tiny_edit, tmp_path / "model")
     path = tmp_path / "model" / file
-    settings = {"area_px": None, "text_area_px": None, "vae_dtype": "float32", "text_dtype": "float32"}
-    before = recipe_of(open_checkpoint(str(tmp_path / "model")), **settings)
-    assert before == recipe_of(open_checkpoint(str(tiny_edit)), **settings), "where a checkpoint lies does not count"
+    before = recipe_of(tmp_path / "model")
+    assert before == recipe_of(tiny_edit), "where a checkpoint lies does not count"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    after = recipe_of(open_checkpoint(str(tmp_path / "model")), **settings)
+    after = recipe_of(tmp_path / "model")
     (line,) = before.explain(after)
     assert line.startswith(f"{file.partition('/')[0]}: ")
 

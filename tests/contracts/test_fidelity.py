@@ -7,6 +7,7 @@ from pathlib import Path
 
 import diffusers
 import numpy as np
+import PIL
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage
@@ -24,6 +25,12 @@ CASES = json.loads((GOLDEN / "cases.json").read_text())
 CPU = torch.device("cpu")
 
 
+# The golden files were made with Pillow 13, which resizes otherwise than the last Pillow for Python 3.10.
+needs_golden_pillow = pytest.mark.skipif(
+    int(PIL.__version__.partition(".")[0]) < 13, reason="golden files need Pillow 13"
+)
+
+
 @pytest.fixture(scope="module")
 def expected() -> dict[str, torch.Tensor]:
     return load_file(GOLDEN / "expected.safetensors")
@@ -38,12 +45,14 @@ def golden_images(case: dict) -> list[Image.Image]:
     return [fit_image(Image.open(GOLDEN / name).convert("RGB"), case["area"], 32) for name in case["images"]]
 
 
+@needs_golden_pillow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_embeddings_equal_the_released_pipelines_bit_for_bit(case: dict, encoders, expected) -> None:
     embeds = encoders[case["family"]].encode(golden_images(case), case["prompt"])
     assert torch.equal(embeds.prompt, expected[case["name"]])
 
 
+@needs_golden_pillow
 def test_the_null_prompt_continued_on_the_cache_is_the_null_prompt_encoded_whole(encoders, expected) -> None:
     case = next(case for case in CASES if case["name"] == "edit.gray")
     embeds = encoders["edit"].encode(golden_images(case), case["prompt"])
