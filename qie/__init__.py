@@ -18,7 +18,6 @@ _EXPORTS = {
     "load_config": "qie.config",
     "open_source": "qie.data.sources",
     "open_stream": "qie.data",
-    "precompute": "qie.precompute",
 }
 
 __all__ = sorted(_EXPORTS)

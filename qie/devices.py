@@ -17,8 +17,10 @@ def resolve_device(name: str, key: str) -> torch.device:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError("no such device", where=key, expected="auto, cpu, cuda:0, …", found=name) from error
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError("no such device", where=key, expected="auto, cpu, cuda:0, …", found=name)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(

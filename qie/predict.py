@@ -13,14 +13,16 @@ from unittest import mock
 import diffusers
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from diffusers import AutoencoderKLQwenImage, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import AutoencoderKLQwenImage, DiffusionPipeline
 from PIL import Image, PngImagePlugin
 
 from qie.encode import Encoder
+from qie.encode.rows import see
+from qie.encode.sizes import choose_area
 from qie.errors import UsageError
-from qie.pretrained import Checkpoint
+from qie.pretrained import Checkpoint, loading
 from qie.recipe import NULL_PROMPT, normal_prompt
-from qie.training.model import ADAPTER_FILE, load_transformer
+from qie.training.model import ADAPTER_FILE, load_scheduler, load_transformer
 
 
 class Painter:
@@ -51,9 +53,12 @@ class Painter:
             _check_adapter(lora)
         self._encoder = encoder
         self._max_controls = checkpoint.family.max_controls
+        folder = checkpoint.component("vae")
+        with loading(folder):
+            vae = AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=dtype)
         self.pipeline: DiffusionPipeline = getattr(diffusers, checkpoint.family.pipeline)(
-            scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(checkpoint.component("scheduler")),
-            vae=AutoencoderKLQwenImage.from_pretrained(checkpoint.component("vae"), torch_dtype=dtype),
+            scheduler=load_scheduler(checkpoint),
+            vae=vae,
             text_encoder=None,
             tokenizer=None,
             processor=None,
@@ -104,7 +109,7 @@ class Painter:
         embeds = self._embed(images, prompt, "prompt_embeds")
         if cfg > 1:
             embeds |= self._embed(images, negative_prompt, "negative_prompt_embeds")
-        with _image_area(self.pipeline, self._encoder.recipe.area_px):
+        with _image_area(self.pipeline, self._area_px(images[0] if self._max_controls == 1 else images[-1])):
             painted = self.pipeline(
                 image=list(images) if len(images) > 1 else images[0],
                 **embeds,
@@ -115,6 +120,12 @@ class Painter:
             )
         return painted.images[0]  # type: ignore[no-any-return]
 
+    def _area_px(self, image: Image.Image) -> int:
+        """Area that the recipe gives the image of which the pipeline takes the proportions."""
+        width, height = see(image, self._encoder.recipe).view.size
+        areas = self._encoder.recipe.areas_px
+        return choose_area(image.size, areas) if areas else width * height
+
     def _embed(self, images: Sequence[Image.Image], prompt: str, name: str) -> dict[str, Any]:
         embed = self._encoder.embed(images, normal_prompt(prompt)).to(self.pipeline.device, self.pipeline.dtype)
         mask = torch.ones(1, len(embed), dtype=torch.long, device=embed.device)
@@ -123,7 +134,7 @@ class Painter:
 
 def check_output(path: Path) -> None:
     """Raise UsageError when no image can be written to `path`: to be asked before the work, not after it."""
-    if path.suffix.lower() not in Image.registered_extensions():
+    if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
         raise UsageError("the ending names no image format", where=path, expected="such as .png or .jpg")
     if not path.parent.is_dir() or path.is_dir():
         raise UsageError("nothing can be written there", where=path, expected="a file in a folder that exists")

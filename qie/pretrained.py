@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from qie.errors import ModelError
+from qie.hashing import file_hashes
+from qie.paths import local_path
 from qie.recipe import FAMILIES, Family, json_hash
 
 COMPONENT_CLASSES = {
@@ -60,13 +66,27 @@ class Checkpoint:
         return folder
 
 
+@contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    """Turn whatever a library raises while it loads a component from `folder` into a ModelError."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ModelError(
+            f"the {folder.name} cannot be loaded",
+            where=folder,
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            hint="download it again, or correct model.pretrained_model_name_or_path",
+        ) from error
+
+
 def open_checkpoint(name_or_path: str, family: str = "auto", components: tuple[str, ...] = ENCODERS) -> Checkpoint:
     """The checkpoint in a folder, or on the Hugging Face hub, with `components` checked and present.
 
     Raises:
         ModelError: there is none, a component is missing or foreign, or `family` does not fit it.
     """
-    folder = Path(name_or_path).expanduser()
+    folder = local_path(name_or_path)
     if not folder.is_dir():
         folder = _download(name_or_path, components)
     index = folder / "model_index.json"
@@ -86,17 +106,14 @@ def open_checkpoint(name_or_path: str, family: str = "auto", components: tuple[s
 
 def content_hash(folder: Path) -> str:
     """SHA-256 over a component's configuration and weight files, by name; where it lies does not count."""
-    whole = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix not in (".json", ".safetensors", ".txt", ".jinja"):
-            continue
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".txt", ".jinja"))
+    hashes = file_hashes(files)
+    for path in files:
         if path.name == "config.json":
             config = {name: value for name, value in read_json(path).items() if name not in _NOT_CONTENT}
-            digest = json_hash(config)
-        else:
-            digest = file_hash(path)
-        whole.update(f"{path.name} {digest}\n".encode())
-    return whole.hexdigest()
+            hashes[path] = json_hash(config)
+    lines = "".join(f"{path.name} {hashes[path]}\n" for path in files)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def processor_hash(checkpoint: Checkpoint) -> str:
@@ -106,15 +123,6 @@ def processor_hash(checkpoint: Checkpoint) -> str:
     if newer.is_file() and "image_processor" in (config := read_json(newer)):
         return json_hash(config["image_processor"])
     return json_hash(read_json(folder / "preprocessor_config.json"))
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file of any size, 64 hex characters."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

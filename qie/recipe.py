@@ -85,11 +85,14 @@ class Recipe:
     Attributes:
         family: name in `FAMILIES`.
         vae, text_encoder, tokenizer, processor: content hashes of the components, 64 hex characters each.
-        area_px, text_area_px: image areas for the VAE and for Qwen2.5-VL (None: the VAE's image).
+        areas_px: image areas for the VAE; see `qie.encode.sizes`.
+        buckets_px: fixed sizes (width, height) instead of areas; empty for none.
+        text_area_px: image area for Qwen2.5-VL; None for the VAE's image.
+        multiple_px: sizes by area are rounded to this multiple.
         vae_dtype, text_dtype: precision of the computation, such as "bfloat16".
         template: hash of the text around images and prompt, and of the null prompt.
         resampling: hash of what the image library makes of a test picture: its releases resize differently.
-        multiple_px: sizes are rounded to this multiple.
+        continued, batch_size, compiled: ways of computing that change last bits; see the configuration's `cache`.
         background: colour that transparent images are laid on.
         storage_dtype: precision of what is stored.
         encoding_version: see `ENCODING_VERSION`.
@@ -100,14 +103,18 @@ class Recipe:
     text_encoder: str
     tokenizer: str
     processor: str
-    area_px: int
+    areas_px: tuple[int, ...]
     text_area_px: int | None
     vae_dtype: str
     text_dtype: str
     template: str
     resampling: str
+    buckets_px: tuple[tuple[int, int], ...] = ()
     multiple_px: int = 32
     background: str = "#ffffff"
+    continued: bool = False
+    batch_size: int = 1
+    compiled: bool = False
     storage_dtype: str = "float16"
     encoding_version: int = ENCODING_VERSION
 

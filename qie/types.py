@@ -54,6 +54,7 @@ class Sample:
             the prompt in a causal model. Stored once.
         loss_mask: [H, W] uint8, 255 is foreground; None when the row has no mask.
         clipped: how many values were finite but beyond FP16's range and were clipped to ±65504.
+        notes: what encoding did to the row that its owner may want to know; kept in the index, not in the record.
     """
 
     key: str
@@ -67,6 +68,7 @@ class Sample:
     shared_prefix: int
     loss_mask: torch.Tensor | None = None
     clipped: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def shape(self) -> Shape:

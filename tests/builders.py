@@ -24,7 +24,7 @@ RECIPE = Recipe(
     text_encoder="b" * 64,
     tokenizer="c" * 64,
     processor="d" * 64,
-    area_px=1024 * 1024,
+    areas_px=(1024 * 1024,),
     text_area_px=384 * 384,
     vae_dtype="float32",
     text_dtype="bfloat16",
@@ -90,6 +90,7 @@ def make_entry(sample: Sample, row: int, name: str | None = None) -> Entry:
         empty_tokens=len(sample.empty_prompt_embed),
         tensor_bytes=tensor_bytes(sample),
         clipped=sample.clipped,
+        notes=sample.notes,
     )
 
 

@@ -60,12 +60,12 @@ def encoder_plus(tiny_edit_plus: Path):
 def _encoder(folder: Path, text_area_px: int | None = None):
     import torch
 
-    from qie.encode import Encoder
+    from qie.encode import Encoder, EncoderOptions
     from qie.pretrained import open_checkpoint
 
     cpu = torch.device("cpu")
-    areas = {"area_px": AREA_PX, "text_area_px": text_area_px}
-    return Encoder.open(open_checkpoint(str(folder)), vae_device=cpu, text_device=cpu, **areas)
+    options = EncoderOptions(areas_px=(AREA_PX,), text_area_px=text_area_px)
+    return Encoder.open(open_checkpoint(str(folder)), vae_device=cpu, text_device=cpu, options=options)
 
 
 @pytest.fixture(autouse=True)

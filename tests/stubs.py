@@ -17,7 +17,7 @@ RECIPE = Recipe(
     text_encoder="2" * 64,
     tokenizer="3" * 64,
     processor="4" * 64,
-    area_px=4096,
+    areas_px=(4096,),
     text_area_px=None,
     vae_dtype="float32",
     text_dtype="float32",
@@ -39,6 +39,15 @@ class StubEncoder:
             raise RowError("the target is damaged: broken")
         key = self.recipe.key(row)
         return key, SHAPES[int(key[:8], 16) % len(SHAPES)]
+
+    def encode_together(self, rows: list[Row]) -> list[Sample | RowError]:
+        results: list[Sample | RowError] = []
+        for row in rows:
+            try:
+                results.append(self.encode(row))
+            except RowError as error:
+                results.append(error)
+        return results
 
     def encode(self, row: Row) -> Sample:
         key, shape = self.inspect(row)

@@ -69,12 +69,11 @@ def public_names() -> dict[str, tuple[str, bool]]:
 def test_dir_lists_the_public_names_in_order_and_each_of_them_resolves(
     public_names: dict[str, tuple[str, bool]],
 ) -> None:
-    assert {"Batch", "Config", "Encoder", "Stream", "load_config", "open_stream", "precompute"} <= set(public_names)
+    assert {"Batch", "Config", "Encoder", "Stream", "load_config", "open_stream"} <= set(public_names)
     assert not [name for name in public_names if name.startswith("_")]
     assert all(module.startswith("qie.") for module, _ in public_names.values())
 
 
-@pytest.mark.xfail(strict=True, reason="qie.precompute is a function at first and its own package ever after")
 def test_a_public_name_is_the_same_object_whenever_it_is_asked_for(public_names: dict[str, tuple[str, bool]]) -> None:
     assert [name for name, (_, same) in public_names.items() if not same] == []
 

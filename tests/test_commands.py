@@ -174,7 +174,7 @@ def test_shards_of_another_family_are_refused(work: Path, tiny_edit_plus: Path, 
 def test_an_output_that_holds_another_recipe_is_refused_and_left_alone(work: Path) -> None:
     before = {path.name: path.read_bytes() for path in (work / "shards").iterdir()}
     result = run(precompute, "--config", work / "config.yaml", "--set", "data.area_px=4096", code=2)
-    assert "area_px: 4096 here, 16384 there" in result.stderr
+    assert "areas_px: (4096,) here, (16384,) there" in result.stderr
     assert {path.name: path.read_bytes() for path in (work / "shards").iterdir()} == before
 
 

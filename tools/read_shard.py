@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 Json = dict[str, Any]
 DTYPES = {"F16": ("e", 2), "BOOL": ("B", 1), "U8": ("B", 1)}  # name in a header: letter for struct, size in bytes
-SAMPLE = {"row", "name", "key", "shape", "tokens", "empty_tokens", "tensor_bytes", "clipped"}
+SAMPLE = {"row", "name", "key", "shape", "tokens", "empty_tokens", "tensor_bytes", "clipped", "notes"}
 SKIPPED = {"row", "name", "reason", "key"}
 
 

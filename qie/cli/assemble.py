@@ -10,7 +10,7 @@ from PIL import Image
 
 from qie.config import Config
 from qie.devices import resolve_device, resolve_dtype
-from qie.encode import Encoder
+from qie.encode import Encoder, EncoderOptions
 from qie.encode.images import decode_image
 from qie.errors import RowError, UsageError
 from qie.predict import Painter
@@ -25,30 +25,42 @@ def open_encoder(config: Config) -> Encoder:
         ModelError: the checkpoint lacks an encoder, or is of another kind.
         ConfigError: a device is not there.
     """
-    return Encoder.open(
-        open_checkpoint(config.model.pretrained_model_name_or_path, config.model.family),
-        vae_device=resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device"),
-        text_device=resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device"),
-        compute_dtype=config.cache.compute_dtype,
-        area_px=config.data.area_px,
-        text_area_px=config.data.text_area_px,
+    vae_device = resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device")
+    text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
+    checkpoint = open_checkpoint(config.model.pretrained_model_name_or_path, config.model.family)
+    return Encoder.open(checkpoint, vae_device=vae_device, text_device=text_device, options=_options(config))
+
+
+def _options(config: Config) -> EncoderOptions:
+    data, cache = config.data, config.cache
+    areas = [data.area_px] if isinstance(data.area_px, int) else data.area_px
+    return EncoderOptions(
+        areas_px=None if areas is None else tuple(areas),
+        buckets_px=tuple(data.buckets_px),
+        text_area_px=data.text_area_px,
+        multiple_px=data.multiple_px,
+        background=data.background,
+        compute_dtype=cache.compute_dtype,
+        continued=cache.share_prefix,
+        batch_size=cache.encode_batch_size,
+        compiled=cache.compile,
+        max_image_px=data.max_image_px,
     )
 
 
 def open_painter(config: Config, lora: Path | None) -> Painter:
     """The painter of a configuration, on the devices of its section predict."""
     devices = config.predict.devices
+    vae_device = resolve_device(devices.vae, "predict.devices.vae")
+    text_device = resolve_device(devices.text_encoder, "predict.devices.text_encoder")
     transformer_device = resolve_device(devices.transformer, "predict.devices.transformer")
-    cache = config.cache.model_copy(
-        update={"vae_encoder_device": devices.vae, "text_encoder_device": devices.text_encoder}
-    )
     checkpoint = open_checkpoint(
         config.model.pretrained_model_name_or_path, config.model.family, (*ENCODERS, "transformer", "scheduler")
     )
     return Painter(
         checkpoint,
-        open_encoder(config.model_copy(update={"cache": cache})),
-        vae_device=resolve_device(devices.vae, "predict.devices.vae"),
+        Encoder.open(checkpoint, vae_device=vae_device, text_device=text_device, options=_options(config)),
+        vae_device=vae_device,
         transformer_device=transformer_device,
         dtype=getattr(torch, resolve_dtype(config.cache.compute_dtype, transformer_device)),
         lora=lora,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -10,6 +11,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+
+PATH_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+"""What is wrong with a path that was given, rather than with the machine."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -32,13 +36,16 @@ def explained(command: Command) -> Command:
         except QieError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                # The reader of our output has left (such as `| head`); nothing of it may be flushed at exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                sys.exit(141)
+            click.echo(f"error: the system refuses: {error.strerror or error}\n  where:    {error.filename}", err=True)
+            sys.exit(2 if error.errno in PATH_ERRORS else 1)
         except KeyboardInterrupt:
             click.echo("interrupted: what was published stays; run the same command again to go on", err=True)
             sys.exit(130)
-        except BrokenPipeError:
-            # The reader of our output has left (such as `| head`); nothing of it may be flushed at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(141)
 
     return wrapper  # type: ignore[return-value]
 

@@ -52,8 +52,6 @@ def main(
         project_dir=config.train.output_dir,
     )
     stream = _stream(config, checkpoint.family.name, shards, accelerator, quiet or not accelerator.is_main_process)
-    if config.logging.report_to:
-        accelerator.init_trackers("qie")
     quiet = quiet or not accelerator.is_main_process
     with Progress("training", config.train.max_steps, "steps", quiet=quiet) as progress:
         outcome = train(

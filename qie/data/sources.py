@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from qie.errors import RowError, SourceError
+from qie.paths import local_path
 from qie.types import Row
 
 TARGET_FOLDERS = ("training_images", "images", "target_images")
 CONTROL_FOLDERS = ("control_images", "control")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
-_NOT_A_TARGET = re.compile(r".*_(mask|control_\d+)")
+_BESIDE = re.compile(r"(.*)_(mask|control_\d+)")
 
 
 class Source(Protocol):
@@ -35,7 +37,7 @@ def open_source(place: str | Path) -> Source:
     Raises:
         SourceError: there is no such folder, or its layout is none that qie understands.
     """
-    folder = Path(place).expanduser()
+    folder = local_path(place)
     if not folder.is_dir():
         raise SourceError(
             "the source is no folder",
@@ -71,7 +73,7 @@ class FolderSource:
         """List the folder. Raises SourceError when its layout is another one, or it holds no target."""
         targets, controls = (_first_folder(folder, names) for names in (TARGET_FOLDERS, CONTROL_FOLDERS))
         target_images, control_images = _images(targets), _images(controls)
-        stems = tuple(sorted(stem for stem in target_images if not _NOT_A_TARGET.fullmatch(stem)))
+        stems = tuple(sorted(stem for stem in target_images if not _stands_beside(stem, target_images)))
         if not stems:
             raise SourceError(
                 "the source holds no target images",
@@ -110,6 +112,12 @@ class FolderSource:
         while further := self.control_files.get(f"{stem}_control_{len(paths)}"):
             paths.append(further)
         return paths
+
+
+def _stands_beside(stem: str, targets: Container[str]) -> bool:
+    """Whether an image is the mask or a further control of another one, by its name and by that one being there."""
+    match = _BESIDE.fullmatch(stem)
+    return match is not None and match[1] in targets
 
 
 def _first_folder(folder: Path, names: tuple[str, ...]) -> Path:

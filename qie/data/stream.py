@@ -47,7 +47,11 @@ class RowEncoder(Protocol):
     def inspect(self, row: Row) -> tuple[str, Shape]:
         """Key and shape without encoding. Raises RowError when the row cannot be encoded."""
 
-    def encode(self, row: Row) -> Sample: ...
+    def encode(self, row: Row) -> Sample:
+        """The row's sample. Raises RowError when it has none."""
+
+    def encode_together(self, rows: Sequence[Row]) -> list[Sample | RowError]:
+        """Each row's sample, or why it has none."""
 
 
 @dataclass(frozen=True)

@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from PIL import Image
 
-from qie.devices import resolve_dtype
-from qie.encode.images import LATENT_SCALE, decode_image, fit_image, fit_size, resampling_digest, to_loss_mask
-from qie.encode.text import PromptEncoder, check_prompt
+from qie.encode.images import MAX_IMAGE_PX
+from qie.encode.options import EncoderOptions, make_recipe
+from qie.encode.rows import DecodedRow, decode_row, see
+from qie.encode.text import MAX_POSITIONS, PromptEmbeds, PromptEncoder, Seen, check_prompt
 from qie.encode.vae import VaeEncoder
 from qie.errors import RowError
-from qie.pretrained import Checkpoint, content_hash, processor_hash
-from qie.recipe import FAMILIES, NULL_PROMPT, Recipe, normal_prompt, template_digest
+from qie.pretrained import Checkpoint
+from qie.recipe import NULL_PROMPT, Recipe
 from qie.types import Row, Sample, Shape
 
 FP16_MAX = torch.finfo(torch.float16).max
 
 
+@dataclass(frozen=True)
+class _Controls:
+    """What encoding a row's controls gave, kept for the next row, which often has the same ones."""
+
+    contents: tuple[bytes, ...]
+    latents: tuple[torch.Tensor, ...]
+    seen: Seen
+
+
 class Encoder:
     """Both frozen encoders under one recipe. Their weights are loaded when the first row is encoded.
 
-    Rows are encoded one at a time: the last bits of a result depend on what else is in a batch, and a last bit can
-    decide an FP16 rounding, so a batch would make a sample depend on its neighbours.
+    By default rows are encoded one at a time: the last bits of a result depend on what else is in a batch, and a last
+    bit can decide an FP16 rounding, so a batch would make a sample depend on its neighbours.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, recipe: Recipe, vae_device: torch.device, text_device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
+        vae_device: torch.device,
+        text_device: torch.device,
+        max_image_px: int = MAX_IMAGE_PX,
     ) -> None:
         self.checkpoint, self.recipe = checkpoint, recipe
-        self._vae_device, self._text_device = vae_device, text_device
+        self.batch_size = recipe.batch_size
+        self._vae_device, self._text_device, self._max_image_px = vae_device, text_device, max_image_px
+        self._last_controls: _Controls | None = None
 
     @classmethod
     def open(
@@ -40,47 +59,26 @@ class Encoder:
         *,
         vae_device: torch.device,
         text_device: torch.device,
-        compute_dtype: str = "auto",
-        area_px: int | None = None,
-        text_area_px: int | None = None,
+        options: EncoderOptions | None = None,
     ) -> Encoder:
-        """The encoder of a checkpoint. Its recipe is made now, from the content of the files.
-
-        Args:
-            checkpoint: with all of `ENCODERS`.
-            vae_device, text_device: where the encoders compute; they may be the same.
-            compute_dtype: name of a dtype, or auto: bfloat16 on a GPU, float32 on the CPU.
-            area_px, text_area_px: image areas for the VAE and for Qwen2.5-VL; None is the family's own.
-        """
-        family = checkpoint.family
-        recipe = Recipe(
-            family=family.name,
-            vae=content_hash(checkpoint.component("vae")),
-            text_encoder=content_hash(checkpoint.component("text_encoder")),
-            tokenizer=content_hash(checkpoint.component("tokenizer")),
-            processor=processor_hash(checkpoint),
-            area_px=area_px or family.area_px,
-            text_area_px=text_area_px or family.text_area_px,
-            vae_dtype=resolve_dtype(compute_dtype, vae_device),
-            text_dtype=resolve_dtype(compute_dtype, text_device),
-            template=template_digest(family),
-            resampling=resampling_digest(),
-            multiple_px=family.multiple_px,
-        )
-        return cls(checkpoint, recipe, vae_device, text_device)
+        """The encoder of a checkpoint with all of `ENCODERS`. Its recipe is made now, from the content of the files."""
+        options = options or EncoderOptions()
+        recipe = make_recipe(checkpoint, options, vae_device, text_device)
+        return cls(checkpoint, recipe, vae_device, text_device, options.max_image_px)
 
     @cached_property
     def vae(self) -> VaeEncoder:
-        return VaeEncoder(self.checkpoint.component("vae"), self._vae_device, getattr(torch, self.recipe.vae_dtype))
+        dtype = getattr(torch, self.recipe.vae_dtype)
+        return VaeEncoder(self.checkpoint.component("vae"), self._vae_device, dtype, compiled=self.recipe.compiled)
 
     @cached_property
     def text(self) -> PromptEncoder:
-        return PromptEncoder(self.checkpoint, self._text_device, getattr(torch, self.recipe.text_dtype))
+        dtype = getattr(torch, self.recipe.text_dtype)
+        return PromptEncoder(self.checkpoint, self._text_device, dtype, continued=self.recipe.continued)
 
     def inspect(self, row: Row) -> tuple[str, Shape]:
-        """Key and shape of a row, from decoding its images alone. Raises RowError as `encode` would."""
-        target, controls, _ = self._decode(row)
-        return self.recipe.key(row), Shape(self._latent_size(target), tuple(map(self._latent_size, controls)))
+        """Key and shape of a row without encoding it. Raises RowError as `encode` would, but for NaN and infinity."""
+        return self.recipe.key(row), self._decode(row).shape
 
     def encode(self, row: Row) -> Sample:
         """The row's sample, in host memory.
@@ -89,30 +87,27 @@ class Encoder:
             RowError: an image cannot be decoded, the prompt or the number of controls is refused, or an encoder gives
                 NaN or infinity.
         """
-        target, controls, mask = self._decode(row)
-        prompt = normal_prompt(row.prompt)
-        pixel_latent, clipped = to_storage(self.vae.encode(self._for_vae(target)), "the target's latent")
-        control_latent = []
-        for control in controls:
-            latent, more = to_storage(self.vae.encode(self._for_vae(control)), "a control's latent")
-            control_latent.append(latent)
-            clipped += more
-        embeds = self.text.encode([self._for_text(control) for control in controls], prompt)
-        prompt_embed, more = to_storage(embeds.prompt, "the prompt's embedding")
-        empty_tail, tail_clipped = to_storage(embeds.empty[embeds.shared_prefix :], "the null prompt's embedding")
-        return Sample(
-            key=self.recipe.key(row),
-            prompt=prompt,
-            pixel_latent=pixel_latent,
-            control_latent=tuple(control_latent),
-            prompt_embed=prompt_embed,
-            prompt_embeds_mask=torch.ones(len(prompt_embed), dtype=torch.bool),
-            empty_prompt_embed=torch.cat([prompt_embed[: embeds.shared_prefix], empty_tail]),
-            empty_prompt_embeds_mask=torch.ones(embeds.shared_prefix + len(empty_tail), dtype=torch.bool),
-            shared_prefix=embeds.shared_prefix,
-            loss_mask=None if mask is None else to_loss_mask(mask, *pixel_latent.shape[-2:]),
-            clipped=clipped + more + tail_clipped,
-        )
+        (sample,) = self.encode_together([row])
+        if isinstance(sample, RowError):
+            raise sample
+        return sample
+
+    def encode_together(self, rows: Sequence[Row]) -> list[Sample | RowError]:
+        """Each row's sample, or why it has none; `batch_size` rows at a time, which decides the last bits.
+
+        On a device that is out of memory the batch is halved, for all later ones, too.
+        """
+        results: list[Sample | RowError] = []
+        while len(results) < len(rows):
+            part = rows[len(results) : len(results) + self.batch_size]
+            try:
+                results += self._encode(part)
+            except torch.OutOfMemoryError:
+                if len(part) == 1:
+                    raise
+                self.batch_size = len(part) // 2
+                warnings.warn(f"out of memory: going on with {self.batch_size} rows at a time", stacklevel=2)
+        return results
 
     def embed(self, images: Sequence[Image.Image], prompt: str) -> torch.Tensor:
         """Embedding of a prompt over images of any size, [L, D] on the text encoder's device, as painting needs it.
@@ -122,36 +117,73 @@ class Encoder:
         """
         if prompt.strip():
             check_prompt(prompt)
-        return self.text.encode([self._for_text(image) for image in images], prompt or NULL_PROMPT).prompt
+        seen = self.text.look([see(image, self.recipe).for_text(self.recipe) for image in images])
+        return self.text.encode([seen], [prompt or NULL_PROMPT])[0].prompt
 
-    def _decode(self, row: Row) -> tuple[Image.Image, list[Image.Image], Image.Image | None]:
-        limit = FAMILIES[self.recipe.family].max_controls
-        if not row.controls or (limit is not None and len(row.controls) > limit):
-            raise RowError(
-                f"{len(row.controls)} control images for a model of family {self.recipe.family}",
-                expected="1 or more" if limit is None else f"{limit}",
-            )
-        check_prompt(row.prompt)
-        background = self.recipe.background
-        target = decode_image(row.target, "the target", background)
-        controls = [
-            decode_image(content, f"control {number}", background)
-            for number, content in enumerate(row.controls, start=1)
-        ]
-        return target, controls, decode_image(row.mask, "the mask", background) if row.mask is not None else None
+    def _decode(self, row: Row) -> DecodedRow:
+        decoded = decode_row(row, self.recipe, self._max_image_px)
+        sizes = [control.text_size(self.recipe) for control in decoded.controls]
+        tokens = self.text.count_tokens(sizes, decoded.prompt)
+        # The transformer's text positions begin behind the largest half side of an image, in patches of 2×2.
+        room = MAX_POSITIONS - max(max(size) for size in (decoded.shape.target, *decoded.shape.controls)) // 4
+        if tokens > room:
+            raise RowError("the prompt is too long", expected=f"at most {room} tokens, images included", found=tokens)
+        return decoded
 
-    def _for_vae(self, image: Image.Image) -> Image.Image:
-        return fit_image(image, self.recipe.area_px, self.recipe.multiple_px)
+    def _encode(self, rows: Sequence[Row]) -> list[Sample | RowError]:
+        decoded: list[DecodedRow | RowError] = []
+        for row in rows:
+            try:
+                decoded.append(self._decode(row))
+            except RowError as error:
+                decoded.append(error)
+        good = [one for one in decoded if isinstance(one, DecodedRow)]
+        samples = iter(self._encode_decoded(good) if good else ())
+        return [next(samples) if isinstance(one, DecodedRow) else one for one in decoded]
 
-    def _for_text(self, image: Image.Image) -> Image.Image:
-        """Qwen2.5-VL's view: the VAE's own image where the family has one image for both, else from the original."""
-        if self.recipe.text_area_px is None:
-            return self._for_vae(image)
-        return fit_image(image, self.recipe.text_area_px, self.recipe.multiple_px)
+    def _encode_decoded(self, rows: Sequence[DecodedRow]) -> list[Sample | RowError]:
+        latents = self.vae.encode_together([row.target.for_vae for row in rows])
+        controls = [self._controls(row) for row in rows]
+        embeds = self.text.encode([control.seen for control in controls], [row.prompt for row in rows])
+        results: list[Sample | RowError] = []
+        for row, latent, control, embed in zip(rows, latents, controls, embeds, strict=True):
+            try:
+                results.append(self._sample(row, latent, control.latents, embed))
+            except RowError as error:
+                results.append(error)
+        return results
 
-    def _latent_size(self, image: Image.Image) -> tuple[int, int]:
-        width, height = fit_size(*image.size, self.recipe.area_px, self.recipe.multiple_px)
-        return height // LATENT_SCALE, width // LATENT_SCALE
+    def _controls(self, row: DecodedRow) -> _Controls:
+        """Latents and sight of a row's controls, each computed alone, whose they were before changes nothing."""
+        last = self._last_controls
+        if last is None or last.contents != row.row.controls:
+            latents = tuple(self.vae.encode(control.for_vae) for control in row.controls)
+            seen = self.text.look([control.for_text(self.recipe) for control in row.controls])
+            last = self._last_controls = _Controls(row.row.controls, latents, seen)
+        return last
+
+    def _sample(
+        self, row: DecodedRow, latent: torch.Tensor, controls: Sequence[torch.Tensor], embeds: PromptEmbeds
+    ) -> Sample:
+        prefix = embeds.shared_prefix
+        pixel_latent, *clipped = to_storage(latent, "the target's latent")
+        stored = [to_storage(control, "a control's latent") for control in controls]
+        prompt, prompt_clipped = to_storage(embeds.prompt, "the prompt's embedding")
+        empty_tail, empty_clipped = to_storage(embeds.empty[prefix:], "the null prompt's embedding")
+        return Sample(
+            key=self.recipe.key(row.row),
+            prompt=row.prompt,
+            pixel_latent=pixel_latent,
+            control_latent=tuple(control for control, _ in stored),
+            prompt_embed=prompt,
+            prompt_embeds_mask=torch.ones(len(prompt), dtype=torch.bool),
+            empty_prompt_embed=torch.cat([prompt[:prefix], empty_tail]),
+            empty_prompt_embeds_mask=torch.ones(prefix + len(empty_tail), dtype=torch.bool),
+            shared_prefix=prefix,
+            loss_mask=row.loss_mask,
+            clipped=sum(clipped) + sum(count for _, count in stored) + prompt_clipped + empty_clipped,
+            notes=row.notes,
+        )
 
 
 def to_storage(values: torch.Tensor, what: str) -> tuple[torch.Tensor, int]:

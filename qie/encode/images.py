@@ -4,66 +4,126 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import warnings
 from functools import cache
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
+from qie.encode.sizes import MAX_RATIO, Size, View
 from qie.errors import RowError
 
 MAX_IMAGE_PX = 178_956_970
-"""Larger images are refused: they are decompression bombs more often than photographs (Pillow's own limit)."""
+"""Larger images are refused: more often than photographs they are decompression bombs. Pillow's own limit."""
+
+FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "AVIF")
+"""What is decoded. Pillow knows more, and for some of them starts other programs."""
 
 LATENT_SCALE = 8
 """Image pixels per latent pixel, in each direction."""
 
+_METADATA_WARNINGS = r"(Corrupt EXIF|Metadata Warning|Truncated File Read|Palette images with Transparency)"
 
-def decode_image(content: bytes, what: str, background: str) -> Image.Image:
-    """The RGB image in a file: upright by its EXIF orientation, transparency laid on `background`, first frame only.
+
+def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_IMAGE_PX) -> Image.Image:
+    """The RGB image in a file, as a person sees it: upright by its EXIF orientation, transparency laid on `background`,
+    colours brought to sRGB by the embedded profile, of an animation the first frame.
 
     Args:
         content: the file.
         what: which image of the row this is, for messages.
         background: colour behind transparent pixels.
+        max_px: larger images are refused before they are decoded.
 
     Raises:
-        RowError: the file is no image, is cut short or damaged, or is larger than `MAX_IMAGE_PX`.
+        RowError: the file is no image, is cut short or damaged, larger than `max_px`, longer than 200 times its width,
+            or of a depth whose range is not known.
     """
     try:
-        with warnings.catch_warnings():
-            # Pillow warns beyond the limit and raises at twice of it; both are the same refusal here.
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            # Metadata that Pillow finds odd does not change pixels.
-            warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\..*")
-            with Image.open(io.BytesIO(content)) as image:
-                image.load()
-                return _rgb(ImageOps.exif_transpose(image), background)
+        with warnings.catch_warnings(), _open(content) as image:
+            warnings.filterwarnings("ignore", message=_METADATA_WARNINGS)  # what is odd about metadata is no fault
+            _require_size(image.size, what, max_px)
+            image.load()
+            return _rgb(ImageOps.exif_transpose(image), what, background)
+    except RowError:
+        raise
     except UnidentifiedImageError as error:
         raise RowError(f"{what} is no image", found=f"{len(content)} bytes starting with {content[:8]!r}") from error
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise RowError(f"{what} is too large", expected=f"at most {MAX_IMAGE_PX} pixels", found=error) from error
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError) as error:
+    except Image.DecompressionBombError as error:
+        raise RowError(f"{what} is too large", expected=f"at most {max_px} pixels", found=error) from error
+    except Exception as error:
+        # Pillow's decoders raise whatever they meet: OSError, SyntaxError, RuntimeError, struct.error …
         raise RowError(f"{what} is damaged: {error}") from error
 
 
-def fit_size(width_px: int, height_px: int, area_px: int, multiple_px: int) -> tuple[int, int]:
-    """Width and height of about `area_px` in the proportions given, each a multiple of `multiple_px`.
-
-    W = sqrt(A·r), H = W/r with r = width/height, both rounded: `calculate_dimensions` of diffusers' Qwen-Image-Edit
-    pipelines, kept to at least one multiple.
-    """
-    ratio = width_px / height_px
-    width = math.sqrt(area_px * ratio)
-    height = width / ratio
-    return tuple(max(round(side / multiple_px), 1) * multiple_px for side in (width, height))  # type: ignore[return-value]
+def is_animated(content: bytes) -> bool:
+    """Whether an image file, known to be one, has further frames that decoding leaves out."""
+    with _open(content) as image:
+        return bool(getattr(image, "is_animated", False))
 
 
-def fit_image(image: Image.Image, area_px: int, multiple_px: int) -> Image.Image:
-    """The image resized by `fit_size` with Lanczos, as `VaeImageProcessor.resize` does it."""
-    return image.resize(fit_size(*image.size, area_px, multiple_px), Image.Resampling.LANCZOS)
+def _open(content: bytes) -> Image.Image:
+    with warnings.catch_warnings():
+        # Pillow warns of large images before their size can be asked for; `_require_size` is the limit here.
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(io.BytesIO(content), formats=FORMATS)
+
+
+def _require_size(size: Size, what: str, max_px: int) -> None:
+    width, height = size
+    if width * height > max_px:
+        raise RowError(
+            f"{what} is too large",
+            expected=f"at most {max_px} pixels",
+            found=f"{width}×{height}",
+        )
+    if max(size) > MAX_RATIO * min(size):
+        raise RowError(f"{what} is too long", expected=f"sides of at most 1:{MAX_RATIO}", found=f"{width}×{height}")
+
+
+def _rgb(image: Image.Image, what: str, background: str) -> Image.Image:
+    if image.mode in ("I", "F"):
+        raise RowError(
+            f"{what} has 32 bits per channel, of which the range is not known", hint="save it with 8 or 16 bits"
+        )
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion clips at 255 instead of scaling.
+        image = Image.fromarray((np.asarray(image, dtype=np.float64) / 257).round().astype(np.uint8))
+    alpha = None
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
+        image = image.convert("RGBA")
+        alpha = image.getchannel("A")
+    image = _srgb(image)
+    if alpha is None:
+        return image
+    behind = Image.new("RGB", image.size, background)
+    return Image.composite(image, behind, alpha)
+
+
+def _srgb(image: Image.Image) -> Image.Image:
+    """RGB by the image's colour profile; as it is without one, with an sRGB one, or with one that cannot be used."""
+    content = image.info.get("icc_profile")
+    if image.mode in ("P", "RGBA", "1"):
+        image = image.convert("RGB")
+    if not content:
+        return image.convert("RGB")
+    try:
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(content))
+        # Nearly all profiles in use; converting would only move values by rounding.
+        if "sRGB" in ImageCms.getProfileDescription(profile):
+            return image.convert("RGB")
+        converted = ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    except (ImageCms.PyCMSError, OSError):
+        return image.convert("RGB")
+    assert converted is not None
+    return converted
+
+
+def show(image: Image.Image, view: View) -> Image.Image:
+    """What a view shows of an image: cropped, and resized with Lanczos as `VaeImageProcessor.resize` does it."""
+    seen = image if view.box == (0, 0, *image.size) else image.crop(view.box)
+    return seen.resize(view.size, Image.Resampling.LANCZOS)
 
 
 @cache
@@ -89,19 +149,16 @@ def to_pixels(image: Image.Image) -> torch.Tensor:
     return 2.0 * torch.from_numpy(unit.transpose(2, 0, 1)[None]) - 1.0
 
 
-def to_loss_mask(mask: Image.Image, latent_height: int, latent_width: int) -> torch.Tensor:
-    """[H, W] uint8: how much of each latent pixel the mask's bright parts cover, 255 being all of it."""
-    covered = mask.convert("L").resize((latent_width, latent_height), Image.Resampling.BOX)
-    return torch.from_numpy(np.array(covered))
+def to_loss_mask(mask: Image.Image, image: Size, view: View) -> torch.Tensor:
+    """[H, W] uint8: how bright the mask of an image is over each latent pixel of a view of it.
 
-
-def _rgb(image: Image.Image, background: str) -> Image.Image:
-    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
-        # 16-bit grey; Pillow's own conversion clips at 255 instead of scaling.
-        values = np.asarray(image, dtype=np.float64) / (257.0 if np.asarray(image).max() > 255 else 1.0)
-        return Image.fromarray(values.round().clip(0, 255).astype(np.uint8)).convert("RGB")
-    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
-        image = image.convert("RGBA")
-        behind = Image.new("RGBA", image.size, background)
-        return Image.alpha_composite(behind, image).convert("RGB")
-    return image.convert("RGB")
+    Raises:
+        RowError: the mask has other proportions than the image, by more than a pixel.
+    """
+    if abs(mask.width * image[1] - mask.height * image[0]) > max(*mask.size, *image):
+        raise RowError("the mask has other proportions than the target", expected=image, found=mask.size)
+    scale_x, scale_y = mask.width / image[0], mask.height / image[1]
+    left, top, right, bottom = view.box
+    box = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
+    width, height = view.size[0] // LATENT_SCALE, view.size[1] // LATENT_SCALE
+    return torch.from_numpy(np.array(mask.convert("L").resize((width, height), Image.Resampling.BOX, box=box)))

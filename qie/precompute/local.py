@@ -17,7 +17,7 @@ from qie.shards.reader import Shard
 from qie.shards.record import encode, tensor_bytes
 from qie.shards.storage import published
 from qie.shards.writer import ShardBusyError, ShardWriter
-from qie.types import Row
+from qie.types import Row, Sample
 
 OnError = Literal["skip", "stop"]
 Progress = Callable[["Report"], object]
@@ -77,8 +77,15 @@ def precompute(
 
 def _published(directory: Path, recipe: Recipe, rows: Range, source_rows: int) -> dict[Range, Path]:
     """Shards of the directory that overlap `rows`. Of all others only one is opened, to see that its recipe is ours."""
-    if directory.exists() and not directory.is_dir():
-        raise UsageError("the output is no folder", where=directory, hint="correct --output, or cache.cache_dir")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            "the output is no folder and cannot be made one",
+            where=directory,
+            found=error.strerror,
+            hint="correct --output, or cache.cache_dir",
+        ) from error
     there: dict[Range, Path] = {}
     for position, path in enumerate(published(directory)):
         stem = parse_stem(path.stem)
@@ -137,43 +144,58 @@ class _Work:
         self.report.bytes_written += index.filesize
 
     def _iter_rows(self, rows: range, reusable: Shard | None) -> Iterator[tuple[Entry, bytes] | Skipped]:
+        for start in range(0, len(rows), self.recipe.batch_size):
+            yield from self._together(rows[start : start + self.recipe.batch_size], reusable)
+
+    def _together(self, rows: range, reusable: Shard | None) -> Iterator[tuple[Entry, bytes] | Skipped]:
+        """What becomes of some rows, in their order; those that have to be encoded are, together."""
         old = {entry.key: entry for entry in reusable.index.samples} if reusable else {}
+        done: dict[int, tuple[Entry, bytes] | Skipped] = {}
+        fresh: list[Row] = []
         for number in rows:
-            key = None
             try:
                 row = self.source.read(number)
-                key = self.recipe.key(row)
-                if reusable and key in old:
-                    self.report.reused += 1
-                    yield replace(old[key], row=number, name=row.name), reusable.verified_record(old[key])
-                else:
-                    encoded = self._encode(row)
-                    self.report.encoded += 1
-                    yield encoded
             except RowError as error:
-                if self.on_error == "stop":
-                    raise _located(error, number, self.source.name(number)) from error
-                yield Skipped(number, self.source.name(number), error.what, key)
+                done[number] = self._skipped(error, number, None)
+                continue
+            key = self.recipe.key(row)
+            if reusable and key in old:
+                done[number] = replace(old[key], row=number, name=row.name), reusable.verified_record(old[key])
+                self.report.reused += 1
+            else:
+                fresh.append(row)
+        for row, sample in zip(fresh, self.encoder.encode_together(fresh), strict=True):
+            if isinstance(sample, RowError):
+                done[row.index] = self._skipped(sample, row.index, self.recipe.key(row))
+            else:
+                done[row.index] = _entry(row, sample), encode(sample, self.recipe.digest)
+                self.report.encoded += 1
+        yield from (done[number] for number in rows)
 
-    def _encode(self, row: Row) -> tuple[Entry, bytes]:
-        sample = self.encoder.encode(row)
-        entry = Entry(
-            row=row.index,
-            name=row.name,
-            key=sample.key,
-            shape=sample.shape,
-            tokens=len(sample.prompt_embed),
-            empty_tokens=len(sample.empty_prompt_embed),
-            tensor_bytes=tensor_bytes(sample),
-            clipped=sample.clipped,
-        )
-        return entry, encode(sample, self.recipe.digest)
+    def _skipped(self, error: RowError, number: int, key: str | None) -> Skipped:
+        if self.on_error == "stop":
+            raise _located(error, number, self.source.name(number)) from error
+        return Skipped(number, self.source.name(number), error.what, key)
 
     def _key(self, number: int) -> str | None:
         try:
             return self.recipe.key(self.source.read(number))
         except RowError:
             return None
+
+
+def _entry(row: Row, sample: Sample) -> Entry:
+    return Entry(
+        row=row.index,
+        name=row.name,
+        key=sample.key,
+        shape=sample.shape,
+        tokens=len(sample.prompt_embed),
+        empty_tokens=len(sample.empty_prompt_embed),
+        tensor_bytes=tensor_bytes(sample),
+        clipped=sample.clipped,
+        notes=sample.notes,
+    )
 
 
 def _located(error: RowError, number: int, name: str) -> RowError:

@@ -42,6 +42,7 @@ class Entry:
         tokens, empty_tokens: lengths of the prompt's and of the null prompt's embedding.
         tensor_bytes: what each tensor takes in the record.
         clipped: values clipped to FP16's range.
+        notes: what encoding did to the row that its owner may want to know.
     """
 
     row: Whole
@@ -51,7 +52,8 @@ class Entry:
     tokens: Whole
     empty_tokens: Whole
     tensor_bytes: dict[str, Whole]
-    clipped: Whole = 0
+    clipped: Whole
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)

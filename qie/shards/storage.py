@@ -13,6 +13,7 @@ from pathlib import Path
 from braceexpand import braceexpand
 
 from qie.errors import UsageError
+from qie.paths import local_path
 from qie.shards.index import parse_stem
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
@@ -35,7 +36,7 @@ def find_indexes(places: Iterable[str | Path]) -> list[Path]:
                 "no shards found",
                 where=place,
                 expected="tars with an index beside each, such as 00000000-00000064.tar and .json",
-                found=_what_is_there(Path(place).expanduser()),
+                found=_what_is_there(local_path(place)),
                 hint="correct the path, or write shards with qie-precompute",
             )
         indexes += found
@@ -71,7 +72,7 @@ def _patterns(place: str) -> list[str]:
 
 def _expand(pattern: str) -> list[Path]:
     refuse_url(pattern)
-    path = Path(pattern).expanduser()
+    path = local_path(pattern)
     if path.is_dir():
         return published(path)
     if path.suffix not in (".tar", ".json"):

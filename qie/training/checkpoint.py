@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from qie.errors import QieError, UsageError
+from qie.paths import local_path
 from qie.training.model import load_adapter, save_adapter
 
 _NAME = re.compile(r"checkpoint-(\d{6,})")
@@ -92,7 +93,7 @@ def find_checkpoint(resume: str, output_dir: Path) -> Path:
         UsageError: there is none.
     """
     if resume != "latest":
-        folder = Path(resume).expanduser()
+        folder = local_path(resume)
         if not folder.is_dir():
             raise UsageError("no such checkpoint", where=folder, expected="a folder checkpoint-NNNNNN, or latest")
         return folder

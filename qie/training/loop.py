@@ -57,13 +57,13 @@ def train(
         UsageError: the output folder holds another run, or there is nothing to resume from.
         QieError: the loss is not finite; names the samples of the batch.
     """
+    output_dir = Path(config.train.output_dir)
+    start = find_checkpoint(resume, output_dir) if resume else None
+    if start is None:
+        _require_unused(output_dir)
     run = _Run(config, checkpoint, stream, accelerator)
-    saved = run.output_dir
-    if resume:
-        saved = find_checkpoint(resume, run.output_dir)
-        run.restore(saved)
-    else:
-        _require_unused(run.output_dir)
+    if start:
+        run.restore(start)
 
     def validate() -> None:
         if (loss := run.validation_loss()) is not None:
@@ -77,7 +77,7 @@ def train(
     ):
         if run.step == 0:
             validate()
-        stop = False
+        saved, stop = start or output_dir, False
         while run.step < config.train.max_steps and not stop:
             metrics = run.take_step()
             log.write(asdict(metrics))
@@ -126,6 +126,8 @@ class _Run:
             dtype,
         )
         self.batches = iter(stream)
+        if config.logging.report_to:
+            accelerator.init_trackers("qie")
 
     def take_step(self) -> StepMetrics:
         """One optimizer step over `gradient_accumulation_steps` batches."""
@@ -177,6 +179,8 @@ class _Run:
 
 
 def _require_unused(output_dir: Path) -> None:
+    if output_dir.exists() and not output_dir.is_dir():
+        raise UsageError("train.output_dir is no folder", where=output_dir)
     if any(output_dir.glob("checkpoint-*")):
         raise UsageError(
             "the output folder holds a run already",

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from qie.config import LoraConfig as LoraSection
 from qie.errors import ConfigError, QieError
-from qie.pretrained import Checkpoint
+from qie.pretrained import Checkpoint, loading
 from qie.types import Batch
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
@@ -24,12 +24,20 @@ _PREFIX = "transformer."
 def load_transformer(checkpoint: Checkpoint, dtype: torch.dtype) -> QwenImageTransformer2DModel:
     """The checkpoint's transformer, frozen."""
     folder = checkpoint.component("transformer")
-    return QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype).requires_grad_(False)
+    with loading(folder):
+        return QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype).requires_grad_(False)
+
+
+def load_scheduler(checkpoint: Checkpoint) -> FlowMatchEulerDiscreteScheduler:
+    """The checkpoint's noise schedule."""
+    folder = checkpoint.component("scheduler")
+    with loading(folder):
+        return FlowMatchEulerDiscreteScheduler.from_pretrained(folder)
 
 
 def load_shift(checkpoint: Checkpoint) -> dict[str, Any]:
     """The scheduler's values for `objective.dynamic_shift`, by its parameter names."""
-    config = FlowMatchEulerDiscreteScheduler.from_pretrained(checkpoint.component("scheduler")).config
+    config = load_scheduler(checkpoint).config
     return {
         "base_shift": config.base_shift,
         "max_shift": config.max_shift,

@@ -72,10 +72,11 @@ def test_so_they_are_with_several_controls_a_mask_and_a_broken_row(photos: Path,
 
 @pytest.mark.gpu
 def test_on_a_gpu_live_and_cached_batches_agree_bit_for_bit(photos: Path, tiny_edit: Path, tmp_path: Path) -> None:
-    from qie.encode import Encoder
+    from qie.encode import Encoder, EncoderOptions
     from qie.pretrained import open_checkpoint
 
     gpu = torch.device("cuda:0")
-    encoder = Encoder.open(open_checkpoint(str(tiny_edit)), vae_device=gpu, text_device=gpu, area_px=16384)
+    options = EncoderOptions(areas_px=(16384,))
+    encoder = Encoder.open(open_checkpoint(str(tiny_edit)), vae_device=gpu, text_device=gpu, options=options)
     assert encoder.recipe.vae_dtype == "bfloat16"
     assert_live_equals_cached(photos, encoder, tmp_path / "shards", batch_size=2)

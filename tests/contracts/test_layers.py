@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 # From the lowest to the highest. Modules on one line do not know each other.
 LAYERS = [
     ["errors", "types"],
-    ["recipe", "config"],
+    ["recipe", "config", "hashing", "paths"],
     ["pretrained", "devices"],
     ["shards"],
     ["data", "encode"],

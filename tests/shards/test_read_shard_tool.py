@@ -260,7 +260,7 @@ INDEX_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "version": (lambda v: v.update(format_version=2), "index: format version 2, this script knows 1"),
     "range": (lambda v: v.update(stop=5), "index: range, by its name: '00000000-00000005'"),
     "digest": (lambda v: v["recipe"].update(digest="0" * 16), "index: digest of the recipe: '0000000000000000'"),
-    "recipe": (lambda v: v["recipe"].update(area_px=1), f"index: digest of the recipe: '{RECIPE.digest}'"),
+    "recipe": (lambda v: v["recipe"].update(areas_px=[1]), f"index: digest of the recipe: '{RECIPE.digest}'"),
     "row gone": (lambda v: v["skipped"].clear(), "index: its rows are not each of [0, 4) once"),
     "row twice": (lambda v: v["skipped"][0].update(row=3), "index: its rows are not each of [0, 4) once"),
     "order": (lambda v: v["samples"].reverse(), "index: order of rows in samples: [3, 1, 0] where [0, 1, 3] is due"),

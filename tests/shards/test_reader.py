@@ -335,7 +335,7 @@ def test_shards_of_one_recipe_have_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("area_px", 512 * 512, "area_px: 1048576 here, 262144 there"),
+        ("areas_px", (512 * 512,), "areas_px: (1048576,) here, (262144,) there"),
         ("vae", "f" * 64, "vae: aaaaaaaaaaaa… here, ffffffffffff… there"),
         ("text_area_px", None, "text_area_px: 147456 here, None there"),
         ("vae_dtype", "bfloat16", "vae_dtype: float32 here, bfloat16 there"),
@@ -358,14 +358,14 @@ def test_shards_of_two_recipes_are_refused_by_the_field_that_differs(
 
 
 def test_two_differing_fields_are_both_named(tmp_path: Path) -> None:
-    other = make_recipe(area_px=4096, background="#000000")
+    other = make_recipe(areas_px=(4096,), background="#000000")
     shards = ShardSet(many(tmp_path, SAMPLES))
 
     with pytest.raises(RecipeMismatchError) as error:
         shards.require_recipe(other, "precompute again")
 
     assert error.value.what == (
-        "shards of another recipe: area_px: 4096 here, 1048576 there; background: #000000 here, #ffffff there"
+        "shards of another recipe: areas_px: (4096,) here, (1048576,) there; background: #000000 here, #ffffff there"
     )
     assert error.value.hint == "precompute again"
 

@@ -1,33 +1,24 @@
-"""The configuration file as frozen values. Unknown keys, wrong types and values out of range are refused by name.
+"""The sections of a configuration file, as frozen values. What is unknown, or out of range, is refused by name.
 
 One field here is one behaviour somewhere: a field that nothing reads does not belong.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import ValidationError as PydanticError
-
-from qie.errors import ConfigError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-T = TypeVar("T")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML with the floats of its version 1.2: PyYAML alone reads the `1e-4` that everybody writes as a string."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
-)
 
 
 class Section(BaseModel):
@@ -60,10 +51,31 @@ class DataConfig(Section):
     batch_size: PositiveInt = Field(1, description="Per process.")
     tail: Literal["pad", "drop"] = Field("pad", description="The last, incomplete batch of each shape.")
     caption_dropout_rate: Fraction = Field(0.0, description="How often the null prompt replaces the prompt.")
-    area_px: PositiveInt | None = Field(None, description="Image area for the VAE; null is the family's own.")
+    area_px: PositiveInt | list[PositiveInt] | None = Field(
+        None,
+        description="Image area for the VAE; of a list, the largest that does not enlarge. null: the family's own.",
+    )
+    buckets_px: list[tuple[PositiveInt, PositiveInt]] = Field(
+        [], description="Fixed sizes [width, height] instead of areas: the nearest in shape, after cropping to it."
+    )
     text_area_px: PositiveInt | None = Field(
         None, description="Image area for Qwen2.5-VL; null is the family's own (edit: the VAE's image)."
     )
+    multiple_px: Literal[16, 32, 64] | None = Field(None, description="Sizes by area are multiples of it; null: 32.")
+    background: str = Field("#ffffff", description="Colour behind transparent images.")
+    max_image_px: int = Field(
+        178_956_970, gt=0, le=178_956_970, description="Larger images are refused; Pillow takes none above the default."
+    )
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> DataConfig:
+        if self.buckets_px and self.area_px is not None:
+            raise ValueError("area_px and buckets_px exclude each other")
+        if any(side % 16 for bucket in self.buckets_px for side in bucket):
+            raise ValueError("sides of buckets_px are multiples of 16")
+        if self.area_px == []:
+            raise ValueError("area_px is an empty list")
+        return self
 
 
 class CacheConfig(Section):
@@ -76,6 +88,13 @@ class CacheConfig(Section):
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="auto is bfloat16 on a GPU and float32 on the CPU."
     )
+    encode_batch_size: PositiveInt = Field(
+        1, description="Rows encoded together. Above 1, the last bits of a sample depend on its neighbours."
+    )
+    share_prefix: bool = Field(
+        False, description="Rows with the same controls share their pass through Qwen2.5-VL; about 1e-6 from exact."
+    )
+    compile: bool = Field(False, description="Run the VAE through torch.compile.")
 
 
 class TrainConfig(Section):
@@ -86,7 +105,7 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = True
     mixed_precision: Literal["no", "bf16"] = "bf16"
     max_grad_norm: PositiveFloat = 1.0
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
     output_dir: str = "runs/edit"
     checkpoint_every: PositiveInt = Field(500, description="Steps between checkpoints; the last step always has one.")
 
@@ -158,94 +177,3 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     predict: PredictConfig = PredictConfig()
     logging: LoggingConfig = LoggingConfig()
-
-
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file and apply `section.key=value` overrides, values being YAML themselves.
-
-    Raises:
-        ConfigError: the file is missing or no YAML mapping, or a key (the nearest is named) or value is refused.
-    """
-    path = Path(path)
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
-    except OSError as error:
-        raise ConfigError("the configuration file cannot be read", where=path, found=error.strerror) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("the configuration file is no YAML", where=path, found=_one_line(error)) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            "the configuration file holds no sections",
-            where=path,
-            expected="model:, data:, …",
-            found=type(tree).__name__,
-        )
-    for override in overrides:
-        _set(tree, override)
-    try:
-        return Config.model_validate(tree)
-    except PydanticError as error:
-        raise _explained(error, path) from error
-
-
-def required(value: T | None, key: str, why: str) -> T:
-    """`value`, or a ConfigError that names the missing `key`."""
-    if value is None:
-        raise ConfigError(f"{key} is not set", expected=why, hint=f"set {key} in the file, or with --set {key}=…")
-    return value
-
-
-def _set(tree: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    *sections, last = name.strip().split(".")
-    if not equals or not all([*sections, last]):
-        raise ConfigError("a --set cannot be understood", found=override, expected="section.key=value")
-    try:
-        value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError("the value of a --set is no YAML", where=name, found=_one_line(error)) from error
-    for section in sections:
-        child = tree.get(section)
-        if child is None:
-            child = tree[section] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(
-                "a --set reaches into something that is no section", where=name, found=f"{section}: {child!r}"
-            )
-        tree = child
-    tree[last] = value
-
-
-def _explained(error: PydanticError, path: Path) -> ConfigError:
-    """The first fault, in qie's words; the rest are counted."""
-    faults = error.errors(include_url=False)
-    first = faults[0]
-    steps = [str(step) for step in first["loc"]]
-    more = f"; and {len(faults) - 1} more faults" if len(faults) > 1 else ""
-    where = f"{path}, {'.'.join(steps)}"
-    if first["type"] == "extra_forbidden":
-        known = _keys_beside(steps)
-        near = difflib.get_close_matches(steps[-1], known, n=1, cutoff=0.5)
-        return ConfigError(
-            f"unknown key {steps[-1]!r}{more}",
-            where=where,
-            expected=f"one of {', '.join(known)}",
-            hint=f"did you mean {near[0]!r}?" if near else None,
-        )
-    if first["type"] == "missing":
-        return ConfigError(f"a required key is missing{more}", where=where)
-    return ConfigError(f"a value is refused{more}", where=where, expected=first["msg"], found=repr(first["input"]))
-
-
-def _keys_beside(steps: list[str]) -> list[str]:
-    model: type[BaseModel] = Config
-    for step in steps[:-1]:
-        annotation = model.model_fields[step].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            break
-        model = annotation
-    return list(model.model_fields)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -1,0 +1,68 @@
+"""Hashes of large files, in parallel, and remembered: hashing a 16 GB encoder takes seconds once and nothing later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+RACY_S = 2.0
+"""A file changed so recently may change again without a new mtime; its hash is not remembered."""
+
+
+def memory_path() -> Path:
+    """Where hashes are remembered: `$XDG_CACHE_HOME/qie/hashes.json`. It may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qie" / "hashes.json"
+
+
+def file_hashes(paths: Iterable[Path]) -> dict[Path, str]:
+    """SHA-256 of each file, 64 hex characters. A file is hashed again when its path, size or mtime is another."""
+    paths = list(paths)
+    memory = _recall()
+    identities = {path: _identity(path) for path in paths}
+    fresh = [path for path in paths if identities[path] not in memory]
+    with ThreadPoolExecutor() as pool:
+        hashes = dict(zip(fresh, pool.map(_hash, fresh), strict=True))
+    new = {identities[path]: digest for path, digest in hashes.items() if _settled(path, identities[path])}
+    if new:
+        _remember(memory | new)
+    return {path: hashes.get(path) or memory[identities[path]] for path in paths}
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _identity(path: Path) -> str:
+    stat = path.stat()
+    return f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+
+
+def _settled(path: Path, identity: str) -> bool:
+    return time.time() - path.stat().st_mtime > RACY_S and _identity(path) == identity
+
+
+def _recall() -> dict[str, str]:
+    try:
+        memory = json.loads(memory_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return memory if isinstance(memory, dict) else {}
+
+
+def _remember(memory: dict[str, str]) -> None:
+    path = memory_path()
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with suppress(OSError):  # a read-only home only means hashing again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(memory, indent=0), encoding="utf-8")
+        partial.replace(path)
