@@ -55,7 +55,7 @@ class Painter:
         self._max_controls = checkpoint.family.max_controls
         folder = checkpoint.component("vae")
         with loading(folder):
-            vae = AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=dtype)
+            vae = AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
         self.pipeline: DiffusionPipeline = getattr(diffusers, checkpoint.family.pipeline)(
             scheduler=load_scheduler(checkpoint),
             vae=vae,

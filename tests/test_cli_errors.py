@@ -479,7 +479,7 @@ def test_a_pipe_is_refused_and_no_shell_runs(
 
 
 @pytest.mark.parametrize(("command", "arguments"), [(stats, ()), (train, CONFIG)])
-@pytest.mark.parametrize("place", ["https://example.org/00000000-00000064.tar", "s3://bucket/shards", "hf:someone/x"])
+@pytest.mark.parametrize("place", ["https://example.org/00000000-00000064.tar", "s3://bucket/shards", "hf://someone/x"])
 def test_a_url_is_refused_before_anything_is_fetched(
     refused: Refused, command, arguments: tuple[str, ...], place: str
 ) -> None:

@@ -12,7 +12,9 @@ from qie.config import Config
 from qie.devices import resolve_device, resolve_dtype
 from qie.encode import Encoder, EncoderOptions
 from qie.encode.images import decode_image
+from qie.encode.text import check_prompt
 from qie.errors import RowError, UsageError
+from qie.paths import local_path
 from qie.predict import Painter
 from qie.pretrained import ENCODERS, open_checkpoint
 from qie.recipe import Recipe
@@ -36,7 +38,7 @@ def _options(config: Config) -> EncoderOptions:
     areas = [data.area_px] if isinstance(data.area_px, int) else data.area_px
     return EncoderOptions(
         areas_px=None if areas is None else tuple(areas),
-        buckets_px=tuple(data.buckets_px),
+        buckets_px=tuple((width, height) for width, height in data.buckets_px),
         text_area_px=data.text_area_px,
         multiple_px=data.multiple_px,
         background=data.background,
@@ -67,12 +69,22 @@ def open_painter(config: Config, lora: Path | None) -> Painter:
     )
 
 
+def check_prompts(prompt: str, negative_prompt: str) -> None:
+    """Raise UsageError when one of the prompts cannot be encoded. A blank negative prompt is the null prompt."""
+    for name, text in (("prompt", prompt), ("negative-prompt", negative_prompt)):
+        try:
+            if name == "prompt" or text.strip():
+                check_prompt(text)
+        except RowError as error:
+            raise UsageError(error.what, where=f"--{name}", found=error.found, hint=error.hint) from error
+
+
 def read_images(paths: Iterable[str]) -> list[Image.Image]:
     """Image files, decoded as rows are. Raises UsageError when one is missing or is no image."""
     images = []
     for path in paths:
         try:
-            images.append(decode_image(Path(path).read_bytes(), "the file", Recipe.background))
+            images.append(decode_image(local_path(path).read_bytes(), "the file", Recipe.background))
         except OSError as error:
             raise UsageError(f"the image cannot be read: {error.strerror}", where=path) from error
         except RowError as error:

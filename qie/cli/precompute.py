@@ -59,17 +59,16 @@ def main(
 
     Exits with 0 when every row is in a shard, 1 when rows were skipped (they are listed), 2 when nothing could be done.
     """
-    from pathlib import Path
-
     from qie.cli.assemble import open_encoder
     from qie.config import load_config, required
     from qie.data.sources import open_source
+    from qie.paths import local_path
     from qie.precompute import precompute, resolve_range
 
     devices = {"cache.vae_encoder_device": vae_device, "cache.text_encoder_device": text_device}
     config = load_config(config_path, [*overrides, *(f"{key}={value}" for key, value in devices.items() if value)])
     rows_from = open_source(source or required(config.data.source, "data.source", "a folder of rows, or --source"))
-    directory = Path(output or required(config.cache.cache_dir, "cache.cache_dir", "a folder for shards, or --output"))
+    directory = local_path(output or required(config.cache.cache_dir, "cache.cache_dir", "a folder, or --output"))
     first, last = resolve_range(start_idx, end_idx, len(rows_from))
     quiet_libraries()
     encoder = open_encoder(config)

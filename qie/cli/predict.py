@@ -17,7 +17,7 @@ from qie.cli.common import Progress, config_option, explained, quiet_libraries, 
 @click.option("--lora", metavar="DIR", help="Folder of an adapter, such as a training checkpoint.")
 @click.option("--steps", default=20, show_default=True, type=click.IntRange(2), help="Denoising steps.")
 @click.option("--cfg", default=4.0, show_default=True, help="Guidance scale; 1 does without guidance.")
-@click.option("--seed", default=0, show_default=True, help="Of the noise.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the noise.")
 @click.option("--output", required=True, metavar="FILE", help="The image to write.")
 @set_option
 @quiet_option
@@ -36,18 +36,18 @@ def main(
     quiet: bool,
 ) -> None:
     """Paint: edit an image by an instruction, with the base model or with an adapter."""
-    from pathlib import Path
-
-    from qie.cli.assemble import open_painter, read_images
+    from qie.cli.assemble import check_prompts, open_painter, read_images
     from qie.config import load_config
+    from qie.paths import local_path
     from qie.predict import check_output, save_image
 
     config = load_config(config_path, overrides)
     quiet_libraries()
-    target = Path(output)
+    target = local_path(output)
     check_output(target)
     controls = read_images(images)
-    painter = open_painter(config, Path(lora) if lora else None)
+    check_prompts(prompt, negative_prompt)
+    painter = open_painter(config, local_path(lora) if lora else None)
     with Progress("painting", steps, "steps", quiet=quiet) as progress:
         image = painter.paint(
             controls, prompt, negative_prompt=negative_prompt, steps=steps, cfg=cfg, seed=seed, on_step=progress.at

@@ -19,7 +19,14 @@ T = TypeVar("T")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with the floats of its version 1.2: PyYAML alone reads the `1e-4` that everybody writes as a string."""
+    """YAML without two traps of PyYAML: the usual `1e-4` is a number, and a key that is given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for position, key in enumerate(keys) if key in keys[:position]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -18,11 +20,19 @@ from pydantic import (
     model_validator,
 )
 
+from qie.paths import local_path
+
+LocalPath = Annotated[str, AfterValidator(lambda place: str(local_path(place)))]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+def _no(value: object) -> object:
+    """YAML reads an unquoted `no` as false."""
+    return "no" if value is False else value
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class LoraConfig(Section):
@@ -47,7 +57,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Rows, and how they are dealt into batches."""
 
-    source: str | None = Field(None, description="Folder of rows; used by qie-precompute and for live encoding.")
+    source: LocalPath | None = Field(None, description="Folder of rows; used by qie-precompute and for live encoding.")
     batch_size: PositiveInt = Field(1, description="Per process.")
     tail: Literal["pad", "drop"] = Field("pad", description="The last, incomplete batch of each shape.")
     caption_dropout_rate: Fraction = Field(0.0, description="How often the null prompt replaces the prompt.")
@@ -55,7 +65,7 @@ class DataConfig(Section):
         None,
         description="Image area for the VAE; of a list, the largest that does not enlarge. null: the family's own.",
     )
-    buckets_px: list[tuple[PositiveInt, PositiveInt]] = Field(
+    buckets_px: list[Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]] = Field(
         [], description="Fixed sizes [width, height] instead of areas: the nearest in shape, after cropping to it."
     )
     text_area_px: PositiveInt | None = Field(
@@ -81,7 +91,7 @@ class DataConfig(Section):
 class CacheConfig(Section):
     """Shards, and the encoders that fill them."""
 
-    cache_dir: str | None = Field(None, description="qie-precompute writes here, qie-train reads here.")
+    cache_dir: LocalPath | None = Field(None, description="qie-precompute writes here, qie-train reads here.")
     use_cache: bool = Field(True, description="false: qie-train encodes data.source live.")
     vae_encoder_device: str = Field("auto", description="auto is the first GPU, or the CPU without one.")
     text_encoder_device: str = Field("auto", description="auto is the first GPU, or the CPU without one.")
@@ -103,10 +113,10 @@ class TrainConfig(Section):
     max_steps: PositiveInt = 2000
     gradient_accumulation_steps: PositiveInt = 1
     gradient_checkpointing: bool = True
-    mixed_precision: Literal["no", "bf16"] = "bf16"
+    mixed_precision: Annotated[Literal["no", "bf16"], BeforeValidator(_no)] = "bf16"
     max_grad_norm: PositiveFloat = 1.0
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
-    output_dir: str = "runs/edit"
+    output_dir: LocalPath = "runs/edit"
     checkpoint_every: PositiveInt = Field(500, description="Steps between checkpoints; the last step always has one.")
 
 

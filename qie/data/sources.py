@@ -111,6 +111,9 @@ class FolderSource:
         paths = [self.control_files[stem]]
         while further := self.control_files.get(f"{stem}_control_{len(paths)}"):
             paths.append(further)
+        beyond = sorted(name for name in self.control_files if re.fullmatch(rf"{re.escape(stem)}_control_\d+", name))
+        if len(beyond) != len(paths) - 1:
+            raise RowError("its controls are not numbered 1, 2, 3 … without gaps", where=stem, found=", ".join(beyond))
         return paths
 
 

@@ -23,7 +23,12 @@ FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "AVIF")
 LATENT_SCALE = 8
 """Image pixels per latent pixel, in each direction."""
 
-_METADATA_WARNINGS = r"(Corrupt EXIF|Metadata Warning|Truncated File Read|Palette images with Transparency)"
+# Odd metadata is no fault, and `_require_size` is the limit here. Set once, for decoding runs in threads, in which
+# warnings cannot be caught.
+warnings.filterwarnings(
+    "ignore", message="Corrupt EXIF|Metadata Warning|Truncated File Read|Palette images with Transp"
+)
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_IMAGE_PX) -> Image.Image:
@@ -41,8 +46,7 @@ def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_I
             or of a depth whose range is not known.
     """
     try:
-        with warnings.catch_warnings(), _open(content) as image:
-            warnings.filterwarnings("ignore", message=_METADATA_WARNINGS)  # what is odd about metadata is no fault
+        with _open(content) as image:
             _require_size(image.size, what, max_px)
             image.load()
             return _rgb(ImageOps.exif_transpose(image), what, background)
@@ -64,10 +68,7 @@ def is_animated(content: bytes) -> bool:
 
 
 def _open(content: bytes) -> Image.Image:
-    with warnings.catch_warnings():
-        # Pillow warns of large images before their size can be asked for; `_require_size` is the limit here.
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        return Image.open(io.BytesIO(content), formats=FORMATS)
+    return Image.open(io.BytesIO(content), formats=FORMATS)
 
 
 def _require_size(size: Size, what: str, max_px: int) -> None:

@@ -98,7 +98,9 @@ class PromptEncoder:
     @cached_property
     def _model(self) -> Any:
         with loading(self._folder):
-            whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(self._folder, dtype=self.dtype)
+            whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+                self._folder, dtype=self.dtype, use_safetensors=True
+            )
         return whole.model.eval().requires_grad_(False).to(self.device)
 
     def count_tokens(self, image_sizes: Sequence[tuple[int, int]], prompt: str) -> int:

@@ -38,7 +38,11 @@ class VaeEncoder:
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> None:
         self.device, self.dtype = device, dtype
         with loading(folder):
-            vae = AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=dtype).eval().requires_grad_(False)
+            vae = (
+                AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
+                .eval()
+                .requires_grad_(False)
+            )
         self._mean, self._std = (
             torch.tensor(values, device=device, dtype=dtype).view(1, -1, 1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)

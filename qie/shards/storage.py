@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from braceexpand import braceexpand
@@ -16,7 +17,9 @@ from qie.errors import UsageError
 from qie.paths import local_path
 from qie.shards.index import parse_stem
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
+_URL = re.compile(r"(pipe(?=:)|[a-z][a-z0-9+.-]*(?=://))", re.IGNORECASE)
+
+MAX_PATTERNS = 1_000_000
 
 
 def find_indexes(places: Iterable[str | Path]) -> list[Path]:
@@ -65,9 +68,12 @@ def refuse_url(place: str) -> None:
 
 def _patterns(place: str) -> list[str]:
     try:
-        return list(braceexpand(place))
+        patterns = list(islice(braceexpand(place), MAX_PATTERNS + 1))
     except ValueError as error:
         raise UsageError("the braces of a pattern do not match", where=place, expected="such as {000..999}") from error
+    if len(patterns) > MAX_PATTERNS:
+        raise UsageError("the braces of a pattern stand for too many names", where=place, expected=f"≤ {MAX_PATTERNS}")
+    return patterns
 
 
 def _expand(pattern: str) -> list[Path]:

@@ -94,7 +94,7 @@ def find_checkpoint(resume: str, output_dir: Path) -> Path:
     """
     if resume != "latest":
         folder = local_path(resume)
-        if not folder.is_dir():
+        if not (folder / "state.json").is_file():
             raise UsageError("no such checkpoint", where=folder, expected="a folder checkpoint-NNNNNN, or latest")
         return folder
     found = {int(match[1]): path for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}

@@ -19,6 +19,7 @@ from qie.pretrained import Checkpoint
 from qie.training.checkpoint import Progress, find_checkpoint, load_checkpoint, save_checkpoint
 from qie.training.metrics import MetricsFile, StepMetrics
 from qie.training.model import add_lora, load_shift, load_transformer
+from qie.training.objective import derive_seed
 from qie.training.optimizer import make_optimizer
 from qie.training.step import Objective
 from qie.training.stopping import stop_requested
@@ -133,7 +134,7 @@ class _Run:
         """One optimizer step over `gradient_accumulation_steps` batches."""
         section, started = self.config.train, time.perf_counter()
         # What else draws numbers, such as LoRA dropout, draws the same ones in this step of any run.
-        torch.manual_seed((section.seed << 32) + self.step)
+        torch.manual_seed(derive_seed(section.seed, self.step, "dropout"))
         epoch, waited, losses, samples = self.stream.epoch, 0.0, [], 0
         for part in range(section.gradient_accumulation_steps):
             waiting = time.perf_counter()

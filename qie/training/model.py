@@ -25,7 +25,9 @@ def load_transformer(checkpoint: Checkpoint, dtype: torch.dtype) -> QwenImageTra
     """The checkpoint's transformer, frozen."""
     folder = checkpoint.component("transformer")
     with loading(folder):
-        return QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype).requires_grad_(False)
+        return QwenImageTransformer2DModel.from_pretrained(
+            folder, torch_dtype=dtype, use_safetensors=True
+        ).requires_grad_(False)
 
 
 def load_scheduler(checkpoint: Checkpoint) -> FlowMatchEulerDiscreteScheduler:

@@ -16,10 +16,15 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from qie.types import Batch
 
 
+def derive_seed(*parts: int | str) -> int:
+    """A seed that depends on the parts alone: 32 bits, since torch's CPU generator ignores all others."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
 def generator(seed: int, step: int, key: str, what: str) -> torch.Generator:
     """A generator on the CPU whose numbers depend on the four arguments alone."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{key}/{what}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator().manual_seed(derive_seed(seed, step, key, what))
 
 
 def draw_noise(seed: int, step: int, keys: Sequence[str], shape: Sequence[int]) -> torch.Tensor:
@@ -39,7 +44,7 @@ def draw_sigmas(seed: int, step: int, keys: Sequence[str], sampling: str) -> tor
         )
         for key in keys
     ]
-    return torch.cat(draws)
+    return torch.cat(draws).clamp(min=1e-6)  # a weighting may divide by it
 
 
 def draw_dropped(seed: int, step: int, keys: Sequence[str], rate: float) -> torch.Tensor:
@@ -92,7 +97,10 @@ def flow_loss(
 
 
 def mask_weight(loss_mask: torch.Tensor, background_weight: float) -> torch.Tensor:
-    """[B, H, W] uint8 masks to weights: 1 where fully covered, `background_weight` where not, scaled to a mean of 1."""
+    """[B, H, W] uint8 masks to weights: 1 where fully covered, `background_weight` where not, scaled to a mean of 1.
+
+    A mask that is dark everywhere, with a background weight of 0, weighs nothing.
+    """
     covered = loss_mask.float() / 255
     weight = background_weight + (1 - background_weight) * covered
     return weight / weight.mean((1, 2), keepdim=True).clamp(min=1e-6)

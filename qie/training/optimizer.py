@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,11 @@ def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Param
         ) from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError("not an optimizer", where="optimizer.class_path", found=section.class_path)
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            "the optimizer evaluates the loss itself", where="optimizer.class_path", found=section.class_path
+        )
     try:
         return found(parameters, **section.init_args)
     except (TypeError, ValueError) as error:

@@ -1,0 +1,361 @@
+"""The encoders' speed-ups change nothing: time axis, shared prefix, neighbours, batches, remembered hashes."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLQwenImage
+from PIL import Image
+
+import qie.hashing
+from qie.data.sources import open_source
+from qie.encode import Encoder
+from qie.encode import vae as vae_module
+from qie.encode.encoder import to_storage
+from qie.encode.text import PromptEncoder
+from qie.encode.vae import VaeEncoder
+from qie.errors import ModelError, RowError
+from qie.hashing import file_hashes
+from qie.precompute import precompute
+from qie.pretrained import content_hash, open_checkpoint
+from qie.shards.record import encode, tensor_bytes
+from qie.types import Row, Sample
+
+CPU = torch.device("cpu")
+
+
+def photo(photos: Path, number: int = 0) -> Image.Image:
+    path = sorted((photos / "control_images").glob("*.png"))[number]
+    return Image.open(path).convert("RGB").resize((160, 96))
+
+
+def with_recipe(encoder: Encoder, **fields: object) -> Encoder:
+    return Encoder(encoder.checkpoint, replace(encoder.recipe, **fields), CPU, CPU)
+
+
+# The VAE
+
+
+def test_the_fast_vae_is_the_vae_to_rounding(tiny_edit: Path, photos: Path) -> None:
+    """Against the same in float64: it is as near to that as the VAE itself is."""
+    whole = AutoencoderKLQwenImage.from_pretrained(tiny_edit / "vae").eval()
+    fast = VaeEncoder(tiny_edit / "vae", CPU, torch.float32)
+    for number in (0, 4, 8):
+        image = photo(photos, number)
+        pixels = vae_module.to_pixels(image).unsqueeze(2)
+        with torch.no_grad():
+            own = (whole.float().encode(pixels).latent_dist.mode() - fast._mean) / fast._std
+            exact = (whole.double().encode(pixels.double()).latent_dist.mode() - fast._mean) / fast._std
+        found = fast.encode(image)
+        assert exact.std() > 0.3
+        assert (found - exact[0]).abs().max() <= 2 * (own - exact).abs().max() < 1e-4
+    assert not any(isinstance(module, torch.nn.Conv3d) for module in fast._moments.modules())
+
+
+def test_a_vae_that_needs_its_time_axis_is_encoded_whole_and_says_so(
+    tiny_edit: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = photo(photos)
+    expected = VaeEncoder(tiny_edit / "vae", CPU, torch.float32).encode(image)
+    # As if a future VAE weighed its first frame otherwise: the last slice alone would not do.
+    monkeypatch.setattr(vae_module._FrameConv, "forward", lambda self, video: 0.5 * video[:, : self.out_channels])
+    with pytest.warns(UserWarning, match="full, slower path"):
+        slow = VaeEncoder(tiny_edit / "vae", CPU, torch.float32)
+    assert (slow.encode(image) - expected).abs().max() <= 3e-5
+    assert not any("decoder" in name for name, _ in slow._moments.named_parameters())
+
+
+def test_images_of_equal_size_encoded_together_are_what_each_is_alone(tiny_edit: Path, photos: Path) -> None:
+    vae = VaeEncoder(tiny_edit / "vae", CPU, torch.float32)
+    images = [photo(photos, 0), photo(photos, 5), photo(photos, 5).resize((96, 160))]
+    alone = [vae.encode(image) for image in images]
+    together = vae.encode_together(images)
+    assert [latent.shape for latent in together] == [latent.shape for latent in alone]
+    assert max(float((one - other).abs().max()) for one, other in zip(alone, together, strict=True)) <= 3e-5
+    assert (alone[0] - alone[1]).abs().max() > 0.5
+
+
+# Prompts
+
+
+def embeds(encoder: PromptEncoder, rows: list[tuple[list[Image.Image], str]]):
+    return encoder.encode([encoder.look(images) for images, _ in rows], [prompt for _, prompt in rows])
+
+
+def test_a_continued_prompt_is_the_whole_pass_to_rounding(encoder_plus: Encoder, photos: Path) -> None:
+    rows = [([photo(photos, 0), photo(photos, 5)], "make it night, please")]
+    (whole,) = embeds(encoder_plus.text, rows)
+    (continued,) = embeds(PromptEncoder(encoder_plus.checkpoint, CPU, torch.float32, continued=True), rows)
+    assert whole.shared_prefix == continued.shared_prefix
+    for name in ("prompt", "empty"):
+        one, other = getattr(whole, name), getattr(continued, name)
+        assert one.shape == other.shape
+        assert (one - other).abs().max() < 5e-6 * one.std()
+
+
+def test_prompts_of_different_images_and_lengths_encoded_together_are_what_each_is_alone(
+    encoder: Encoder, photos: Path
+) -> None:
+    """The stated tolerance of batches in float32: 1e-5 of the deviation."""
+    rows = [
+        ([photo(photos, 0)], "short"),
+        ([photo(photos, 5).resize((96, 96))], "a much longer instruction, with many more words in it than the others"),
+        ([photo(photos, 3).resize((96, 192))], "把咖啡变成茶 ☕"),
+    ]
+    alone = [embeds(encoder.text, [row])[0] for row in rows]
+    together = embeds(encoder.text, rows)
+    assert len({len(one.prompt) for one in alone}) == 3
+    for one, other in zip(alone, together, strict=True):
+        for name in ("prompt", "empty"):
+            assert (getattr(one, name) - getattr(other, name)).abs().max() < 1e-5 * getattr(one, name).std()
+
+
+def test_the_length_of_an_embedding_is_known_before_it_is_computed(encoder_plus: Encoder, photos: Path) -> None:
+    images = [photo(photos, 0), photo(photos, 3).resize((96, 192))]
+    for prompt in ("make it night", "把咖啡变成茶 ☕ — naïve façade"):
+        (found,) = embeds(encoder_plus.text, [(images, prompt)])
+        assert encoder_plus.text.count_tokens([image.size for image in images], prompt) == len(found.prompt)
+
+
+def test_a_prompt_longer_than_the_model_takes_is_refused_before_it_is_encoded(encoder: Encoder, photos: Path) -> None:
+    row = replace(open_source(photos).read(0), prompt="word " * 5000)
+    for ask in (encoder.inspect, encoder.encode):
+        with pytest.raises(RowError, match="the prompt is too long"):
+            ask(row)
+
+
+@pytest.mark.parametrize("prompt", ["", "   \n", "a <|image_pad|> b", "<|im_end|>"])
+def test_a_prompt_that_cannot_stand_in_the_template_is_refused(encoder: Encoder, photos: Path, prompt: str) -> None:
+    with pytest.raises(RowError, match="the prompt"):
+        encoder.inspect(replace(open_source(photos).read(0), prompt=prompt))
+
+
+# Rows
+
+
+@pytest.mark.parametrize(("family", "count"), [("edit", 0), ("edit", 2), ("edit_plus", 0)])
+def test_a_number_of_controls_that_the_family_does_not_take_is_refused_by_name(
+    family: str, count: int, photos: Path, request: pytest.FixtureRequest
+) -> None:
+    encoder = request.getfixturevalue("encoder" if family == "edit" else "encoder_plus")
+    row = open_source(photos).read(0)
+    with pytest.raises(RowError) as caught:
+        encoder.encode(replace(row, controls=row.controls * count))
+    assert f"{count} control images for a model of family {family}" in str(caught.value)
+    assert caught.value.hint
+
+
+def test_neighbours_with_the_same_controls_share_their_computation_and_nothing_changes(
+    encoder: Encoder, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = open_source(photos).read(0)
+    variants = [replace(row, prompt=prompt) for prompt in ("make it night", "make it day", "make it rain")]
+    alone = [encode(with_recipe(encoder).encode(variant), "") for variant in variants]
+    sharing = with_recipe(encoder)
+    looks = []
+    monkeypatch.setattr(
+        PromptEncoder, "look", lambda self, images, look=PromptEncoder.look: looks.append(1) or look(self, images)
+    )
+    assert [encode(sharing.encode(variant), "") for variant in variants] == alone
+    assert len(looks) == 1
+
+
+def test_with_share_prefix_a_row_does_not_depend_on_its_neighbours_either(encoder: Encoder, photos: Path) -> None:
+    row = open_source(photos).read(0)
+    variants = [replace(row, prompt=prompt) for prompt in ("make it night", "rain")]
+    alone = [encode(with_recipe(encoder, continued=True).encode(variant), "") for variant in variants]
+    sharing = with_recipe(encoder, continued=True)
+    assert [encode(sharing.encode(variant), "") for variant in reversed(variants)] == alone[::-1]
+
+
+def close(one: Sample, other: Sample) -> bool:
+    pairs = [(one.pixel_latent, other.pixel_latent), (one.prompt_embed, other.prompt_embed)]
+    pairs += [
+        (one.empty_prompt_embed, other.empty_prompt_embed),
+        *zip(one.control_latent, other.control_latent, strict=True),
+    ]
+    # A last bit before rounding may be a step of FP16 after it.
+    return all(bool(torch.isclose(a.float(), b.float(), rtol=2e-3, atol=1e-5).all()) for a, b in pairs)
+
+
+def test_rows_encoded_together_are_what_each_is_alone_to_fp16(encoder: Encoder, photos: Path) -> None:
+    source = open_source(photos)
+    rows = [source.read(index) for index in (0, 1, 6)]
+    broken = replace(rows[0], index=9, target=b"")
+    batched = with_recipe(encoder, batch_size=4).encode_together([rows[0], broken, *rows[1:]])
+    assert isinstance(batched[1], RowError)
+    samples = [sample for sample in batched if isinstance(sample, Sample)]
+    assert all(close(encoder.encode(row), sample) for row, sample in zip(rows, samples, strict=True))
+    assert not close(
+        samples[0], samples[0].__class__(**{**samples[0].__dict__, "prompt_embed": -samples[0].prompt_embed})
+    )
+
+
+def test_out_of_memory_halves_the_batch_once_and_goes_on(
+    encoder: Encoder, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(photos)
+    rows = [source.read(index) for index in range(4)]
+    small = with_recipe(encoder, batch_size=4)
+    sizes = []
+
+    def limited(self: Encoder, part, whole=Encoder._encode):
+        sizes.append(len(part))
+        if len(part) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, part)
+
+    monkeypatch.setattr(Encoder, "_encode", limited)
+    with pytest.warns(UserWarning, match="going on with 2 rows at a time") as caught:
+        results = small.encode_together(rows)
+    assert sizes == [4, 2, 2] and len(caught) == 1
+    assert [sample.key for sample in results] == [small.recipe.key(row) for row in rows]
+    with warnings.catch_warnings():
+        small.encode_together(rows[:3])
+    assert sizes == [4, 2, 2, 2, 1]
+
+
+def test_a_batch_size_is_part_of_the_recipe_and_of_no_other_samples_key(
+    encoder: Encoder, photos: Path, tmp_path: Path
+) -> None:
+    batched = with_recipe(encoder, batch_size=3)
+    report = precompute(open_source(photos), batched, tmp_path, rows=(0, 4), shard_size=4)
+    assert report.encoded == 4
+    assert batched.recipe.digest != encoder.recipe.digest
+    assert json.loads((tmp_path / "00000000-00000004.json").read_text())["recipe"]["batch_size"] == 3
+
+
+# Storage
+
+
+def test_storage_clips_and_counts_finite_overflow_and_keeps_bfloat16_exactly() -> None:
+    values = torch.tensor([1.0, 65504.0, 65505.0, 70000.0, -1e30, 0.1])
+    stored, clipped = to_storage(values, "x")
+    assert stored.tolist() == [1.0, 65504.0, 65504.0, 65504.0, -65504.0, pytest.approx(0.1, rel=1e-3)]
+    assert clipped == 3 and stored.dtype == torch.float16
+    exact = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(to_storage(exact, "x")[0].float(), exact.float())
+    overflow, count = to_storage(torch.tensor([1e30], dtype=torch.bfloat16), "x")
+    assert overflow.item() == 65504.0 and count == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_storage_refuses_nan_and_infinity_by_the_tensors_name(bad: float) -> None:
+    with pytest.raises(RowError, match="the target's latent contains NaN or infinity"):
+        to_storage(torch.tensor([0.0, bad]), "the target's latent")
+
+
+def test_an_edit_sample_takes_little_more_than_half_of_six_full_tensors() -> None:
+    """At 1024²: 37·37 image tokens of width 3584, a prompt of 25 tokens, five tokens of template behind it."""
+    before, prompt, null = 37 * 37 + 2, 25, 1 + 5
+
+    def half(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.float16)
+
+    sample = Sample(
+        key="0" * 64,
+        prompt="p",
+        pixel_latent=half(16, 1, 128, 128),
+        control_latent=(half(16, 1, 128, 128),),
+        prompt_embed=half(before + prompt, 3584),
+        prompt_embeds_mask=torch.ones(before + prompt, dtype=torch.bool),
+        empty_prompt_embed=half(before + null, 3584),
+        empty_prompt_embeds_mask=torch.ones(before + null, dtype=torch.bool),
+        shared_prefix=before,
+    )
+    six = [sample.pixel_latent, *sample.control_latent, sample.prompt_embed, sample.empty_prompt_embed]
+    full = sum(tensor.nbytes for tensor in six) + len(sample.prompt_embeds_mask) + len(sample.empty_prompt_embeds_mask)
+    assert sum(tensor_bytes(sample).values()) <= len(encode(sample, "0" * 16)) <= 0.55 * full
+
+
+# Hashes
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "qie" / "hashes.json"
+
+
+def settled(path: Path, content: bytes, seconds_ago: int = 60) -> Path:
+    path.write_bytes(content)
+    then = path.stat().st_mtime - seconds_ago
+    os.utime(path, (then, then))
+    return path
+
+
+def test_a_hash_is_remembered_and_a_second_start_reads_nothing(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settled(tmp_path / "weights", b"weights")
+    first = file_hashes([path])
+    monkeypatch.setattr(qie.hashing, "_hash", lambda path: pytest.fail("hashed again"))
+    assert file_hashes([path]) == first
+
+
+@pytest.mark.parametrize("change", ["content", "mtime", "path"])
+def test_a_file_of_another_size_mtime_or_path_is_hashed_again(memory: Path, tmp_path: Path, change: str) -> None:
+    import hashlib
+
+    path = settled(tmp_path / "weights", b"weights")
+    file_hashes([path])
+    if change == "content":
+        settled(path, b"heights!")
+    elif change == "mtime":
+        settled(path, b"heights", seconds_ago=30)
+    else:
+        path = settled(tmp_path / "others", b"heights")
+    assert file_hashes([path])[path] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_file_that_was_changed_just_now_is_not_remembered(memory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"weights")
+    file_hashes([path])
+    assert not memory.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"{"])
+def test_a_damaged_memory_is_forgotten(memory: Path, tmp_path: Path, content: bytes) -> None:
+    memory.parent.mkdir(parents=True)
+    memory.write_bytes(content)
+    path = settled(tmp_path / "weights", b"weights")
+    assert file_hashes([path])
+    assert json.loads(memory.read_text())
+
+
+def test_where_a_checkpoint_lies_and_who_wrote_its_config_do_not_count(tmp_path: Path) -> None:
+    for name, note in (("a", "1.0"), ("b", "2.0")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"width": 8, "_diffusers_version": note}))
+        (tmp_path / name / "model.safetensors").write_bytes(b"weights")
+    assert content_hash(tmp_path / "a") == content_hash(tmp_path / "b")
+    (tmp_path / "b" / "config.json").write_text(json.dumps({"width": 9}))
+    assert content_hash(tmp_path / "a") != content_hash(tmp_path / "b")
+
+
+# Checkpoints
+
+
+def test_a_tokenizer_of_another_model_is_refused(tiny_edit: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(tiny_edit, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer" / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["model"]["merges"] = values["model"]["merges"][:50]
+    path.write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="another length"):
+        PromptEncoder(open_checkpoint(str(tmp_path / "model")), CPU, torch.float32)
+
+
+def test_a_row_is_the_same_whichever_form_its_prompt_was_typed_in(encoder: Encoder, photos: Path) -> None:
+    row: Row = open_source(photos).read(0)
+    one, other = (replace(row, prompt=prompt) for prompt in ("caf\u00e9", "cafe\u0301"))
+    assert encode(encoder.encode(one), "") == encode(encoder.encode(other), "")
