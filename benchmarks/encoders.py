@@ -2,9 +2,9 @@
 
     python benchmarks/encoders.py [--device cpu|cuda:0] [--size 512] [--layers 2] [--runs 5]
 
-Models are random and of the released shapes: the VAE whole; Qwen2.5-VL in its true width on as many tokens as a 1024² image
-has, but with fewer layers unless `--layers 28` is given. Each line is a ratio of the medians of `--runs` alternating runs,
-with the range of the paired ratios, and the largest difference between the two results.
+Models are random and of the released shapes: the VAE whole; Qwen2.5-VL in its true width on as many tokens as a 1024²
+image has, but with fewer layers unless `--layers 28` is given. Each line is a ratio of the medians of `--runs`
+alternating runs, with the range of the paired ratios, and the largest difference between the two results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import transformers
 from diffusers import AutoencoderKLQwenImage
 
-from qie.encode.vae import _still_encoder
+from qie.encode.vae import still_encoder
 
 VISION_LAYERS = 32
 TEXT_LAYERS = 28
@@ -68,7 +68,7 @@ def compare_vae(device: torch.device, dtype: torch.dtype, size: int, runs: int) 
     torch.manual_seed(0)
     diffusers.utils.logging.set_verbosity_error()
     vae = AutoencoderKLQwenImage().to(dtype).eval()
-    ours = _still_encoder(vae).to(device)
+    ours = still_encoder(vae).to(device)
     vae.to(device)
     image = torch.randn(1, 3, 1, size, size, device=device, dtype=dtype)
     still = image[:, :, 0].contiguous(memory_format=torch.channels_last).unsqueeze(2)

@@ -9,6 +9,7 @@ _EXPORTS = {
     "Batch": "qie.types",
     "Config": "qie.config",
     "Encoder": "qie.encode",
+    "EncoderOptions": "qie.encode",
     "QieError": "qie.errors",
     "Recipe": "qie.recipe",
     "Row": "qie.types",
@@ -16,6 +17,7 @@ _EXPORTS = {
     "ShardSet": "qie.shards.reader",
     "Stream": "qie.data.stream",
     "load_config": "qie.config",
+    "open_checkpoint": "qie.pretrained",
     "open_source": "qie.data.sources",
     "open_stream": "qie.data",
 }

@@ -47,7 +47,7 @@ class VaeEncoder:
             torch.tensor(values, device=device, dtype=dtype).view(1, -1, 1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        self._moments: Callable[[torch.Tensor], torch.Tensor] = _still_encoder(vae).to(device)
+        self._moments: Callable[[torch.Tensor], torch.Tensor] = still_encoder(vae).to(device)
         if compiled:
             self._moments = torch.compile(self._moments, dynamic=True)
 
@@ -123,7 +123,7 @@ class _Still(nn.Module):
         return moments
 
 
-def _still_encoder(vae: AutoencoderKLQwenImage) -> nn.Module:
+def still_encoder(vae: AutoencoderKLQwenImage) -> nn.Module:
     """The fast encoder, made of `vae`'s weights; the VAE's own, with a warning, should it compute something else."""
     probe = torch.randn(1, 3, 1, PROBE_PX, PROBE_PX, generator=torch.Generator().manual_seed(0)).to(vae.dtype)
     with torch.inference_mode():
