@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 import warnings
 from functools import cache
 
@@ -20,14 +21,15 @@ MAX_IMAGE_PX = 178_956_970
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "AVIF")
 """What is decoded. Pillow knows more, and for some of them starts other programs."""
 
+_PHOTOMETRIC = 262  # the tag of TIFF
+_SRGB_TOLERANCE = 16
+
 LATENT_SCALE = 8
 """Image pixels per latent pixel, in each direction."""
 
 # Odd metadata is no fault, and `_require_size` is the limit here. Set once, for decoding runs in threads, in which
 # warnings cannot be caught.
-warnings.filterwarnings(
-    "ignore", message="Corrupt EXIF|Metadata Warning|Truncated File Read|Palette images with Transp"
-)
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
@@ -49,7 +51,8 @@ def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_I
         with _open(content) as image:
             _require_size(image.size, what, max_px)
             image.load()
-            return _rgb(ImageOps.exif_transpose(image), what, background)
+            white_is_zero = getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0
+            return _rgb(_levels(_upright(image), white_is_zero), what, background)
     except RowError:
         raise
     except UnidentifiedImageError as error:
@@ -61,10 +64,13 @@ def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_I
         raise RowError(f"{what} is damaged: {error}") from error
 
 
-def is_animated(content: bytes) -> bool:
-    """Whether an image file, known to be one, has further frames that decoding leaves out."""
+def has_more_frames(content: bytes) -> bool:
+    """Whether an image file, known to be one, has further frames or pages, which decoding leaves out."""
     with _open(content) as image:
-        return bool(getattr(image, "is_animated", False))
+        try:
+            return bool(getattr(image, "is_animated", False))
+        except Exception:
+            return True  # the second frame is damaged, which is no fault of the first
 
 
 def _open(content: bytes) -> Image.Image:
@@ -83,18 +89,40 @@ def _require_size(size: Size, what: str, max_px: int) -> None:
         raise RowError(f"{what} is too long", expected=f"sides of at most 1:{MAX_RATIO}", found=f"{width}×{height}")
 
 
+def _levels(image: Image.Image, white_is_zero: bool) -> Image.Image:
+    """16-bit grey as 8-bit grey, with its transparency and what is known about it; other images as they are."""
+    if not image.mode.startswith("I;16"):
+        return image
+    # Pillow's own conversion clips at 255 instead of scaling.
+    deep = np.asarray(image)
+    levels = (deep.astype(np.float64) / 257).round().astype(np.uint8)
+    if white_is_zero:  # which Pillow minds for 8 bits only
+        levels = 255 - levels
+    grey = Image.fromarray(levels)
+    key = image.info.get("transparency")
+    if key is not None:
+        grey.putalpha(Image.fromarray(np.where(deep == key, 0, 255).astype(np.uint8)))
+    grey.info = {name: value for name, value in image.info.items() if name != "transparency"}
+    return grey
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned by its EXIF orientation; as it is when its EXIF cannot be read."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except (SyntaxError, ValueError, TypeError, KeyError, struct.error):
+        return image
+
+
 def _rgb(image: Image.Image, what: str, background: str) -> Image.Image:
     if image.mode in ("I", "F"):
-        raise RowError(
-            f"{what} has 32 bits per channel, of which the range is not known", hint="save it with 8 or 16 bits"
-        )
-    if image.mode.startswith("I;16"):
-        # Pillow's own conversion clips at 255 instead of scaling.
-        image = Image.fromarray((np.asarray(image, dtype=np.float64) / 257).round().astype(np.uint8))
+        raise RowError(f"{what} is grey of a depth whose range is not known", hint="save it as PNG with 8 or 16 bits")
     alpha = None
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
-        image = image.convert("RGBA")
+        grey = image.mode in ("L", "LA", "La")  # kept grey: its profile is one for grey
+        image = image.convert("LA" if grey else "RGBA")
         alpha = image.getchannel("A")
+        image = image.convert("L" if grey else "RGB")
     image = _srgb(image)
     if alpha is None:
         return image
@@ -112,13 +140,20 @@ def _srgb(image: Image.Image) -> Image.Image:
     try:
         profile = ImageCms.ImageCmsProfile(io.BytesIO(content))
         # Nearly all profiles in use; converting would only move values by rounding.
-        if "sRGB" in ImageCms.getProfileDescription(profile):
+        if "sRGB" in ImageCms.getProfileDescription(profile) and _changes_little(profile):
             return image.convert("RGB")
         converted = ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
     except (ImageCms.PyCMSError, OSError):
         return image.convert("RGB")
     assert converted is not None
     return converted
+
+
+def _changes_little(profile: ImageCms.ImageCmsProfile) -> bool:
+    """Whether grey stays grey: a linear profile has sRGB in its name, too, and means far brighter colours."""
+    ramp = Image.merge("RGB", [Image.linear_gradient("L")] * 3)
+    seen = ImageCms.profileToProfile(ramp, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    return bool(np.abs(np.asarray(seen, dtype=int) - np.asarray(ramp)).max() < _SRGB_TOLERANCE)
 
 
 def show(image: Image.Image, view: View) -> Image.Image:

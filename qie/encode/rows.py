@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 
-from qie.encode.images import LATENT_SCALE, decode_image, is_animated, show, to_loss_mask
+from qie.encode.images import LATENT_SCALE, decode_image, has_more_frames, show, to_loss_mask
 from qie.encode.sizes import Size, View, choose_view, fit_size
 from qie.encode.text import check_prompt
 from qie.errors import RowError
@@ -79,7 +79,9 @@ def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:
     if row.mask is not None:
         mask = decode_image(row.mask, "the mask", recipe.background, max_image_px)
         loss_mask = to_loss_mask(mask, target.image.size, target.view)
-    notes = tuple(f"{what} is animated: first frame" for what, content in images.items() if is_animated(content))
+    notes = tuple(
+        f"{what} has several frames: the first is used" for what, content in images.items() if has_more_frames(content)
+    )
     return DecodedRow(row, normal_prompt(row.prompt), target, tuple(controls), loss_mask, notes)
 
 
