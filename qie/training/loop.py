@@ -91,6 +91,8 @@ def train(
                 validate()
             if last or run.step % config.train.checkpoint_every == 0:
                 saved = run.save()
+    # The main process validates and saves last; a process that leaves before it can hang in taking its group apart.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
     return Outcome(run.step, saved, interrupted=run.step < config.train.max_steps)
 
