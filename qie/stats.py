@@ -27,6 +27,7 @@ class Summary:
         shapes: shape in pixels -> number of samples.
         tokens: prompt lengths: minimum, median, 95th percentile, maximum.
         clipped: values clipped to FP16's range.
+        notes: what encoding did to rows -> number of samples.
         ranges: rows covered, as half-open ranges, merged.
         tensor_bytes: tensor -> mean bytes per sample, largest first.
         faults: what is wrong, a line each.
@@ -43,6 +44,7 @@ class Summary:
     shapes: dict[str, int]
     tokens: dict[str, int]
     clipped: int
+    notes: dict[str, int]
     ranges: list[tuple[int, int]]
     tensor_bytes: dict[str, float]
     faults: list[str]
@@ -80,6 +82,7 @@ def summarise(
         shapes={str(shape): count for shape, count in Counter(entry.shape for entry in entries).most_common()},
         tokens=_percentiles([entry.tokens for entry in entries]),
         clipped=sum(entry.clipped for entry in entries),
+        notes=dict(Counter(note for entry in entries for note in entry.notes).most_common()),
         ranges=_merged((shard.index.start, shard.index.stop) for shard in shards),
         tensor_bytes=_tensor_bytes(shards),
         faults=faults,

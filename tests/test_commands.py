@@ -73,6 +73,19 @@ def test_stats_prints_the_same_summary_as_a_table_and_as_json(work: Path) -> Non
     assert sum(values["tensor_bytes"].values()) < values["bytes"] / values["samples"]
 
 
+def test_stats_counts_the_images_of_which_only_the_first_frame_was_used(
+    work: Path, photos: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(photos, tmp_path / "rows")
+    control = sorted((tmp_path / "rows" / "control_images").glob("*.png"))[0]
+    frame = Image.open(control).convert("RGB").resize((64, 64))
+    frame.save(control.with_suffix(".gif"), save_all=True, append_images=[frame.rotate(90)])
+    control.unlink()
+    arguments = ["--config", work / "config.yaml", "--source", tmp_path / "rows", "--output", tmp_path / "shards"]
+    run(precompute, *arguments, "--end-idx", 2)
+    assert "note: 1 × control 1 has several frames: the first is used" in run(stats, tmp_path / "shards").stdout
+
+
 def test_stats_finds_a_flipped_bit_and_still_summarises_the_rest(work: Path, tmp_path: Path) -> None:
     shutil.copytree(work / "shards", tmp_path / "shards")
     victim = sorted((tmp_path / "shards").glob("*.tar"))[0]

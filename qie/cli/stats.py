@@ -60,6 +60,8 @@ def _print(summary: Summary, verified: bool) -> None:
     click.echo("shapes")
     for shape, count in summary.shapes.items():
         click.echo(f"  {count:9d}  {shape}")
+    for note, count in summary.notes.items():
+        click.echo(f"note: {count} × {note}")
     for shard, row, name, reason in summary.skipped_rows:
         click.echo(f"skipped row {row} ({name}) in {shard}: {reason}")
     for fault in summary.faults:
