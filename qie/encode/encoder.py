@@ -61,10 +61,16 @@ class Encoder:
         text_device: torch.device,
         options: EncoderOptions | None = None,
     ) -> Encoder:
-        """The encoder of a checkpoint with all of `ENCODERS`. Its recipe is made now, from the content of the files."""
+        """The encoder of a checkpoint with all of `ENCODERS`. Its recipe is made now, from the content of the files.
+
+        Raises:
+            ModelError: the tokenizer or processor cannot be loaded, or is another model's.
+        """
         options = options or EncoderOptions()
         recipe = make_recipe(checkpoint, options, vae_device, text_device)
-        return cls(checkpoint, recipe, vae_device, text_device, options.max_image_px)
+        encoder = cls(checkpoint, recipe, vae_device, text_device, options.max_image_px)
+        _ = encoder.text  # now, not in the threads that inspect rows; its weights wait
+        return encoder
 
     @cached_property
     def vae(self) -> VaeEncoder:

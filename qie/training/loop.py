@@ -91,9 +91,7 @@ def train(
                 validate()
             if last or run.step % config.train.checkpoint_every == 0:
                 saved = run.save()
-    # The main process validates and saves last; a process that leaves before it can hang in taking its group apart.
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    run.finish()
     return Outcome(run.step, saved, interrupted=run.step < config.train.max_steps)
 
 
@@ -173,6 +171,11 @@ class _Run:
         if not self.accelerator.is_main_process:
             return self.output_dir
         return save_checkpoint(self.output_dir, progress, self.transformer, self.optimizer, self.schedule)
+
+    def finish(self) -> None:
+        """Leave the process group, all together: one that leaves while the main process still saves can hang."""
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
 
     def restore(self, folder: Path) -> None:
         """Go on from a checkpoint."""
