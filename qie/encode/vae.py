@@ -148,7 +148,6 @@ class _Whole(nn.Module):
     def __init__(self, vae: AutoencoderKLQwenImage) -> None:
         super().__init__()
         vae.decoder = nn.Identity()  # not needed, so not on the device either
-        vae.decoder = nn.Identity()  # not needed, so not on the device either
         self.vae = vae
 
     def forward(self, video: torch.Tensor) -> torch.Tensor:

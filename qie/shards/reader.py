@@ -125,10 +125,6 @@ class ShardSet:
         require_disjoint(shards)
         return cls(shards)
 
-    def require_recipe(self, recipe: Recipe, hint: str) -> None:
-        """Raise RecipeMismatchError unless these shards are of `recipe`."""
-        recipe.require_equal(self.recipe, self.shards[0].path.parent, hint)
-
     def __len__(self) -> int:
         return len(self.entries)
 
