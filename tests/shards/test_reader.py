@@ -329,7 +329,7 @@ def test_shards_of_one_recipe_have_it(tmp_path: Path) -> None:
     shards = ShardSet(many(tmp_path, SAMPLES[:1], SAMPLES[1:]))
 
     assert shards.recipe == RECIPE
-    shards.require_recipe(make_recipe(), "nothing to do")
+    make_recipe().require_equal(shards.recipe, tmp_path, "nothing to do")
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_two_differing_fields_are_both_named(tmp_path: Path) -> None:
     shards = ShardSet(many(tmp_path, SAMPLES))
 
     with pytest.raises(RecipeMismatchError) as error:
-        shards.require_recipe(other, "precompute again")
+        other.require_equal(shards.recipe, tmp_path, "precompute again")
 
     assert error.value.what == (
         "shards of another recipe: areas_px: (4096,) here, (1048576,) there; background: #000000 here, #ffffff there"
