@@ -13,7 +13,7 @@ import torch
 
 from qie.recipe import Recipe
 from qie.shards.index import Entry, ShardIndex, Skipped
-from qie.shards.record import encode, tensor_bytes
+from qie.shards.record import encode
 from qie.shards.writer import ShardWriter
 from qie.types import Row, Sample
 
@@ -81,17 +81,7 @@ def make_sample(
 
 
 def make_entry(sample: Sample, row: int, name: str | None = None) -> Entry:
-    return Entry(
-        row=row,
-        name=f"row {row}" if name is None else name,
-        key=sample.key,
-        shape=sample.shape,
-        tokens=len(sample.prompt_embed),
-        empty_tokens=len(sample.empty_prompt_embed),
-        tensor_bytes=tensor_bytes(sample),
-        clipped=sample.clipped,
-        notes=sample.notes,
-    )
+    return Entry.of(sample, row, f"row {row}" if name is None else name)
 
 
 def make_skipped(row: int, reason: str = "the target is no image") -> Skipped:

@@ -36,11 +36,11 @@ def explained(command: Command) -> Command:
         except QieError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
+        except BrokenPipeError:
+            # The reader of our output has left (such as `| head`); nothing of it may be flushed at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
         except OSError as error:
-            if isinstance(error, BrokenPipeError):
-                # The reader of our output has left (such as `| head`); nothing of it may be flushed at exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                sys.exit(141)
             click.echo(f"error: the system refuses: {error.strerror or error}\n  where:    {error.filename}", err=True)
             sys.exit(2 if error.errno in PATH_ERRORS else 1)
         except KeyboardInterrupt:

@@ -160,7 +160,7 @@ class Encoder:
         return results
 
     def _controls(self, row: DecodedRow) -> _Controls:
-        """Latents and sight of a row's controls, each computed alone, whose they were before changes nothing."""
+        """Latents and sight of a row's controls, each computed alone: whose they were before changes nothing."""
         last = self._last_controls
         if last is None or last.contents != row.row.controls:
             latents = tuple(self.vae.encode(control.for_vae) for control in row.controls)
@@ -172,7 +172,7 @@ class Encoder:
         self, row: DecodedRow, latent: torch.Tensor, controls: Sequence[torch.Tensor], embeds: PromptEmbeds
     ) -> Sample:
         prefix = embeds.shared_prefix
-        pixel_latent, *clipped = to_storage(latent, "the target's latent")
+        pixel_latent, pixel_clipped = to_storage(latent, "the target's latent")
         stored = [to_storage(control, "a control's latent") for control in controls]
         prompt, prompt_clipped = to_storage(embeds.prompt, "the prompt's embedding")
         empty_tail, empty_clipped = to_storage(embeds.empty[prefix:], "the null prompt's embedding")
@@ -187,7 +187,7 @@ class Encoder:
             empty_prompt_embeds_mask=torch.ones(prefix + len(empty_tail), dtype=torch.bool),
             shared_prefix=prefix,
             loss_mask=row.loss_mask,
-            clipped=sum(clipped) + sum(count for _, count in stored) + prompt_clipped + empty_clipped,
+            clipped=pixel_clipped + sum(count for _, count in stored) + prompt_clipped + empty_clipped,
             notes=row.notes,
         )
 

@@ -52,13 +52,14 @@ class Seen:
         text: template and image tokens, up to the prompt.
         features: what stands for the image tokens, [tokens, D].
         grids: patches of each image, [n, 3].
-        prefix: key-value cache and last hidden state of `text`; made when it is first continued.
+        prefix: of a pass over `text`: key-value cache, last hidden states, and the rotary position that comes next.
+            Made when it is first continued.
     """
 
     text: str
     features: torch.Tensor
     grids: torch.Tensor
-    prefix: tuple[Any, torch.Tensor] | None = None
+    prefix: tuple[Any, torch.Tensor, int] | None = None
 
 
 def check_prompt(prompt: str) -> None:
@@ -161,18 +162,18 @@ class PromptEncoder:
         ]
 
     def _continue(self, seen: Seen, prompt: str) -> PromptEmbeds:
-        embeds, positions = self._inputs(seen, seen.text)
         if seen.prefix is None:
+            embeds, positions = self._inputs(seen, seen.text)
             output = self._model.language_model(
                 inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=True
             )
-            seen.prefix = output.past_key_values, output.last_hidden_state[0]
-        cache, hidden = seen.prefix
+            seen.prefix = output.past_key_values, output.last_hidden_state[0], int(positions[0, -1]) + 1
+        cache, hidden, start = seen.prefix
         texts = [prompt, NULL_PROMPT]
         cache = copy.deepcopy(cache)
         cache.batch_repeat_interleave(len(texts))
-        before = torch.ones(len(texts), len(embeds), dtype=torch.long, device=self.device)
-        tail, empty_tail = self._tails(cache, before, [int(positions[0, -1]) + 1] * len(texts), texts)
+        before = torch.ones(len(texts), len(hidden), dtype=torch.long, device=self.device)
+        tail, empty_tail = self._tails(cache, before, [start] * len(texts), texts)
         return self._embeds(hidden, tail, empty_tail)
 
     def _tails(

@@ -14,10 +14,10 @@ from qie.precompute.ranges import Range, shard_ranges
 from qie.recipe import Recipe
 from qie.shards.index import Entry, ShardIndex, Skipped, parse_stem, read_index
 from qie.shards.reader import Shard
-from qie.shards.record import encode, tensor_bytes
+from qie.shards.record import encode
 from qie.shards.storage import published
 from qie.shards.writer import ShardBusyError, ShardWriter
-from qie.types import Row, Sample
+from qie.types import Row
 
 OnError = Literal["skip", "stop"]
 Progress = Callable[["Report"], object]
@@ -63,8 +63,8 @@ def precompute(
     recipe = encoder.recipe
     there = _published(directory, recipe, rows, len(source))
     report = Report()
+    work = _Work(source, encoder, recipe, report, on_error, progress)
     for first, last in shard_ranges(*rows, shard_size, there):
-        work = _Work(source, encoder, recipe, report, on_error, progress)
         try:
             if (first, last) in there:
                 work.refresh(Shard(there[first, last]), directory)
@@ -144,12 +144,17 @@ class _Work:
         self.report.bytes_written += index.filesize
 
     def _iter_rows(self, rows: range, reusable: Shard | None) -> Iterator[tuple[Entry, bytes] | Skipped]:
-        for start in range(0, len(rows), self.recipe.batch_size):
-            yield from self._together(rows[start : start + self.recipe.batch_size], reusable)
-
-    def _together(self, rows: range, reusable: Shard | None) -> Iterator[tuple[Entry, bytes] | Skipped]:
-        """What becomes of some rows, in their order; those that have to be encoded are, together."""
         old = {entry.key: entry for entry in reusable.index.samples} if reusable else {}
+        for start in range(0, len(rows), self.recipe.batch_size):
+            yield from self._together(rows[start : start + self.recipe.batch_size], reusable, old)
+
+    def _together(
+        self, rows: range, reusable: Shard | None, old: dict[str, Entry]
+    ) -> Iterator[tuple[Entry, bytes] | Skipped]:
+        """What becomes of some rows, in their order; those that have to be encoded are, together.
+
+        `old` are the entries of `reusable` by key.
+        """
         done: dict[int, tuple[Entry, bytes] | Skipped] = {}
         fresh: list[Row] = []
         for number in rows:
@@ -158,8 +163,8 @@ class _Work:
             except RowError as error:
                 done[number] = self._skipped(error, number, None)
                 continue
-            key = self.recipe.key(row)
-            if reusable and key in old:
+            # Without a shard to copy from no key is asked for here: it hashes every byte of the row.
+            if reusable and (key := self.recipe.key(row)) in old:
                 done[number] = replace(old[key], row=number, name=row.name), reusable.verified_record(old[key])
                 self.report.reused += 1
             else:
@@ -168,7 +173,7 @@ class _Work:
             if isinstance(sample, RowError):
                 done[row.index] = self._skipped(sample, row.index, self.recipe.key(row))
             else:
-                done[row.index] = _entry(row, sample), encode(sample, self.recipe.digest)
+                done[row.index] = Entry.of(sample, row.index, row.name), encode(sample, self.recipe.digest)
                 self.report.encoded += 1
         yield from (done[number] for number in rows)
 
@@ -182,20 +187,6 @@ class _Work:
             return self.recipe.key(self.source.read(number))
         except RowError:
             return None
-
-
-def _entry(row: Row, sample: Sample) -> Entry:
-    return Entry(
-        row=row.index,
-        name=row.name,
-        key=sample.key,
-        shape=sample.shape,
-        tokens=len(sample.prompt_embed),
-        empty_tokens=len(sample.empty_prompt_embed),
-        tensor_bytes=tensor_bytes(sample),
-        clipped=sample.clipped,
-        notes=sample.notes,
-    )
 
 
 def _located(error: RowError, number: int, name: str) -> RowError:

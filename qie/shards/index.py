@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from qie.errors import ShardError
 from qie.recipe import Recipe, canonical_json
-from qie.shards.record import FORMAT_VERSION, Whole
-from qie.types import Shape
+from qie.shards.record import FORMAT_VERSION, Whole, tensor_bytes
+from qie.types import Sample, Shape
 
 _STEM = re.compile(r"(\d{8,})-(\d{8,})")
 
@@ -54,6 +54,21 @@ class Entry:
     tensor_bytes: dict[str, Whole]
     clipped: Whole
     notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, sample: Sample, row: int, name: str) -> Entry:
+        """The entry of a row's sample."""
+        return cls(
+            row=row,
+            name=name,
+            key=sample.key,
+            shape=sample.shape,
+            tokens=len(sample.prompt_embed),
+            empty_tokens=len(sample.empty_prompt_embed),
+            tensor_bytes=tensor_bytes(sample),
+            clipped=sample.clipped,
+            notes=sample.notes,
+        )
 
 
 @dataclass(frozen=True)
