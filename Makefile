@@ -15,8 +15,8 @@ help:
 
 # The file marks a finished installation: one that was interrupted is done again.
 $(VENV)/.installed: pyproject.toml setup.cfg constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-		|| { echo "Python 3.10 or newer is needed: make PYTHON=python3.11 …"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) \
 		|| { echo "no virtual environment could be made; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'

@@ -10,6 +10,7 @@ import hashlib
 import json
 import unicodedata
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from qie.errors import RecipeMismatchError
@@ -118,7 +119,7 @@ class Recipe:
     storage_dtype: str = "float16"
     encoding_version: int = ENCODING_VERSION
 
-    @property
+    @cached_property
     def full_digest(self) -> str:
         return json_hash(asdict(self))
 
@@ -133,14 +134,13 @@ class Recipe:
         SHA-256 over the recipe, then the NFC prompt, target, mask and each control, every part as its own SHA-256 under
         its name, so that no two different rows can run together into the same bytes.
         """
-        parts = [("prompt", normal_prompt(row.prompt).encode()), ("target", row.target)]
+        lines = [self.full_digest, f"prompt {_sha256(normal_prompt(row.prompt).encode())}", f"target {row.target_hash}"]
         if row.mask is not None:
-            parts.append(("mask", row.mask))
-        parts += [("control", control) for control in row.controls]
-        whole = hashlib.sha256(self.full_digest.encode())
-        for name, content in parts:
-            whole.update(f"\n{name} {hashlib.sha256(content).hexdigest()}".encode())
-        return whole.hexdigest()
+            lines.append(f"mask {_sha256(row.mask)}")
+        lines += [f"control {digest}" for digest in row.control_hashes]
+        if row.augment is not None:
+            lines.append(f"augment {row.augment}")
+        return _sha256("\n".join(lines).encode())
 
     def explain(self, other: Recipe) -> list[str]:
         """One line for every field in which `other` differs; empty when the recipes are equal."""
@@ -177,13 +177,17 @@ def template_digest(family: Family) -> str:
 
 
 def canonical_json(value: object) -> str:
-    """JSON with one spelling per value: sorted keys, no spaces, characters as they are."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    """JSON with one spelling per value: sorted keys, no spaces, characters as they are. Dataclasses are objects."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=vars)
 
 
 def json_hash(value: object) -> str:
     """SHA-256 of a value's canonical JSON."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _short(value: object) -> str:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from qie.errors import QieError
 from qie.shards.reader import Shard, require_disjoint
+from qie.stores import File
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Summary:
 
 
 def summarise(
-    indexes: Sequence[Path], *, verify: bool = False, progress: Callable[[int], object] = lambda done: None
+    indexes: Sequence[File], *, verify: bool = False, progress: Callable[[int], object] = lambda done: None
 ) -> Summary:
     """Summarise the shards of `indexes`; with `verify` every tar is rehashed, too.
 
@@ -69,7 +69,7 @@ def summarise(
             progress(done)
     faults += _conflicts(shards)
     entries = [entry for shard in shards for entry in shard.index.samples]
-    skipped = [(str(shard.path), gone) for shard in shards for gone in shard.index.skipped]
+    skipped = [(str(shard.file), gone) for shard in shards for gone in shard.index.skipped]
     return Summary(
         shards=len(shards),
         rows=len(entries) + len(skipped),
@@ -89,7 +89,7 @@ def summarise(
     )
 
 
-def _open(path: Path, verify: bool) -> tuple[Shard | None, list[str]]:
+def _open(path: File, verify: bool) -> tuple[Shard | None, list[str]]:
     try:
         shard = Shard(path)
         return shard, list(shard.verify()) if verify else []

@@ -9,11 +9,29 @@ Shapes are written with these letters everywhere:
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class Augment:
+    """One version of a row's pictures: target, controls and mask alike.
+
+    Attributes:
+        flip: mirrored, left to right.
+        box: what is kept of each picture: left, top, right, bottom as fractions of its sides, before mirroring.
+    """
+
+    flip: bool = False
+    box: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0)
+
+    def __str__(self) -> str:
+        return f"{'flip' if self.flip else 'as is'} {' '.join(f'{side:.6f}' for side in self.box)}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,10 @@ class Row:
         controls: the images to edit, in order; at least one.
         prompt: the instruction, as given (it is normalised to NFC before it is hashed or encoded).
         mask: image whose bright parts weigh as foreground in the loss.
+        more_prompts: further captions of the same edit; see `qie.data.variants`.
+        source: name of the row's source in a mixture; not part of its identity.
+        variant: which of the row's versions this is, from 0; not part of its identity.
+        augment: what is done to the pictures before they are encoded.
     """
 
     index: int
@@ -35,6 +57,20 @@ class Row:
     controls: tuple[bytes, ...]
     prompt: str
     mask: bytes | None = None
+    more_prompts: tuple[str, ...] = ()
+    source: str = ""
+    variant: int = 0
+    augment: Augment | None = None
+
+    @cached_property
+    def target_hash(self) -> str:
+        """SHA-256 of the target's file; computed once, since key and encoder both ask for it."""
+        return hashlib.sha256(self.target).hexdigest()
+
+    @cached_property
+    def control_hashes(self) -> tuple[str, ...]:
+        """SHA-256 of each control's file."""
+        return tuple(hashlib.sha256(control).hexdigest() for control in self.controls)
 
 
 @dataclass(frozen=True, eq=False)

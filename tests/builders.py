@@ -15,6 +15,7 @@ from qie.recipe import Recipe
 from qie.shards.index import Entry, ShardIndex, Skipped
 from qie.shards.record import encode
 from qie.shards.writer import ShardWriter
+from qie.stores import Folder
 from qie.types import Row, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,7 +82,7 @@ def make_sample(
 
 
 def make_entry(sample: Sample, row: int, name: str | None = None) -> Entry:
-    return Entry.of(sample, row, f"row {row}" if name is None else name)
+    return Entry.of(sample, Row(row, f"row {row}" if name is None else name, b"", (), ""))
 
 
 def make_skipped(row: int, reason: str = "the target is no image") -> Skipped:
@@ -89,7 +90,7 @@ def make_skipped(row: int, reason: str = "the target is no image") -> Skipped:
 
 
 def write_shard(
-    directory: Path, samples: Iterable[Sample | None], *, start: int = 0, recipe: Recipe = RECIPE
+    directory: Folder | str | Path, samples: Iterable[Sample | None], *, start: int = 0, recipe: Recipe = RECIPE
 ) -> ShardIndex:
     """Publish a shard of consecutive rows from `start`; None is a row that is skipped."""
     samples = list(samples)
@@ -99,6 +100,22 @@ def write_shard(
                 shard.skip(make_skipped(row))
             else:
                 shard.add(make_entry(sample, row), encode(sample, recipe.digest))
+        return shard.publish()
+
+
+def write_versions(
+    folder: Folder | str | Path, rows: Iterable[Iterable[Sample | None]], *, start: int = 0, source: str = ""
+) -> ShardIndex:
+    """Publish a shard of consecutive rows from `start`, each given as its versions; None is one that is skipped."""
+    rows = [list(versions) for versions in rows]
+    with ShardWriter(folder, start, start + len(rows), RECIPE) as shard:
+        for row, versions in enumerate(rows, start):
+            for variant, sample in enumerate(versions):
+                if sample is None:
+                    shard.skip(replace(make_skipped(row), variant=variant, source=source))
+                else:
+                    entry = replace(make_entry(sample, row), variant=variant, source=source)
+                    shard.add(entry, encode(sample, RECIPE.digest))
         return shard.publish()
 
 

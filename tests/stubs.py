@@ -9,6 +9,7 @@ import torch
 
 from qie.errors import RowError
 from qie.recipe import Recipe
+from qie.stages import Stage
 from qie.types import Row, Sample, Shape
 
 RECIPE = Recipe(
@@ -33,6 +34,10 @@ class StubEncoder:
     def __init__(self, recipe: Recipe = RECIPE) -> None:
         self.recipe = recipe
         self.encoded: list[int] = []
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (Stage("encode", self.encode_together),)
 
     def inspect(self, row: Row) -> tuple[str, Shape]:
         if row.target == b"broken":
@@ -95,6 +100,9 @@ class StubSource:
 
     def name(self, index: int) -> str:
         return self.rows[index].name
+
+    def part(self, index: int) -> str:
+        return self.rows[index].source
 
     def read(self, index: int) -> Row:
         row = self.rows[index]

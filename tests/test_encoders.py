@@ -17,7 +17,8 @@ import qie.hashing
 from qie.data.sources import open_source
 from qie.encode import Encoder
 from qie.encode import vae as vae_module
-from qie.encode.encoder import to_storage
+from qie.encode.fp16 import to_storage
+from qie.encode.images import to_pixels
 from qie.encode.text import PromptEncoder
 from qie.encode.vae import VaeEncoder
 from qie.errors import ModelError, RowError
@@ -47,8 +48,8 @@ def test_the_fast_vae_is_the_vae_to_rounding(tiny_edit: Path, photos: Path) -> N
     whole = AutoencoderKLQwenImage.from_pretrained(tiny_edit / "vae").eval()
     fast = VaeEncoder(tiny_edit / "vae", CPU, torch.float32)
     for number in (0, 4, 8):
-        image = photo(photos, number)
-        pixels = vae_module.to_pixels(image).unsqueeze(2)
+        image = to_pixels(photo(photos, number))
+        pixels = image.unsqueeze(2)
         with torch.no_grad():
             own = (whole.float().encode(pixels).latent_dist.mode() - fast._mean) / fast._std
             exact = (whole.double().encode(pixels.double()).latent_dist.mode() - fast._mean) / fast._std
@@ -61,7 +62,7 @@ def test_the_fast_vae_is_the_vae_to_rounding(tiny_edit: Path, photos: Path) -> N
 def test_a_vae_that_needs_its_time_axis_is_encoded_whole_and_says_so(
     tiny_edit: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = photo(photos)
+    image = to_pixels(photo(photos))
     expected = VaeEncoder(tiny_edit / "vae", CPU, torch.float32).encode(image)
     # As if a future VAE weighed its first frame otherwise: the last slice alone would not do.
     monkeypatch.setattr(vae_module._FrameConv, "forward", lambda self, video: 0.5 * video[:, : self.out_channels])
@@ -73,7 +74,8 @@ def test_a_vae_that_needs_its_time_axis_is_encoded_whole_and_says_so(
 
 def test_images_of_equal_size_encoded_together_are_what_each_is_alone(tiny_edit: Path, photos: Path) -> None:
     vae = VaeEncoder(tiny_edit / "vae", CPU, torch.float32)
-    images = [photo(photos, 0), photo(photos, 5), photo(photos, 5).resize((96, 160))]
+    pictures = [photo(photos, 0), photo(photos, 5), photo(photos, 5).resize((96, 160))]
+    images = [to_pixels(picture) for picture in pictures]
     alone = [vae.encode(image) for image in images]
     together = vae.encode_together(images)
     assert [latent.shape for latent in together] == [latent.shape for latent in alone]
@@ -85,7 +87,7 @@ def test_images_of_equal_size_encoded_together_are_what_each_is_alone(tiny_edit:
 
 
 def embeds(encoder: PromptEncoder, rows: list[tuple[list[Image.Image], str]]):
-    return encoder.encode([encoder.look(images) for images, _ in rows], [prompt for _, prompt in rows])
+    return encoder.encode([encoder.see(encoder.patches(images)) for images, _ in rows], [prompt for _, prompt in rows])
 
 
 def test_a_continued_prompt_is_the_whole_pass_to_rounding(encoder_plus: Encoder, photos: Path) -> None:
@@ -160,7 +162,7 @@ def test_neighbours_with_the_same_controls_share_their_computation_and_nothing_c
     sharing = with_recipe(encoder)
     looks = []
     monkeypatch.setattr(
-        PromptEncoder, "look", lambda self, images, look=PromptEncoder.look: looks.append(1) or look(self, images)
+        PromptEncoder, "see", lambda self, patches, see=PromptEncoder.see: looks.append(1) or see(self, patches)
     )
     assert [encode(sharing.encode(variant), "") for variant in variants] == alone
     assert len(looks) == 1
@@ -205,13 +207,13 @@ def test_out_of_memory_halves_the_batch_once_and_goes_on(
     small = with_recipe(encoder, batch_size=4)
     sizes = []
 
-    def limited(self: Encoder, part, whole=Encoder._encode):
+    def limited(self: Encoder, part, whole=Encoder._encode_images):
         sizes.append(len(part))
         if len(part) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return whole(self, part)
 
-    monkeypatch.setattr(Encoder, "_encode", limited)
+    monkeypatch.setattr(Encoder, "_encode_images", limited)
     with pytest.warns(UserWarning, match="going on with 2 rows at a time") as caught:
         results = small.encode_together(rows)
     assert sizes == [4, 2, 2] and len(caught) == 1
@@ -236,13 +238,14 @@ def test_a_batch_size_is_part_of_the_recipe_and_of_no_other_samples_key(
 
 def test_storage_clips_and_counts_finite_overflow_and_keeps_bfloat16_exactly() -> None:
     values = torch.tensor([1.0, 65504.0, 65505.0, 70000.0, -1e30, 0.1])
-    stored, clipped = to_storage(values, "x")
+    found = to_storage(values, "x")
+    stored, clipped = found.values, found.clipped
     assert stored.tolist() == [1.0, 65504.0, 65504.0, 65504.0, -65504.0, pytest.approx(0.1, rel=1e-3)]
     assert clipped == 3 and stored.dtype == torch.float16
     exact = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert torch.equal(to_storage(exact, "x")[0].float(), exact.float())
-    overflow, count = to_storage(torch.tensor([1e30], dtype=torch.bfloat16), "x")
-    assert overflow.item() == 65504.0 and count == 1
+    assert torch.equal(to_storage(exact, "x").values.float(), exact.float())
+    overflow = to_storage(torch.tensor([1e30], dtype=torch.bfloat16), "x")
+    assert overflow.values.item() == 65504.0 and overflow.clipped == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

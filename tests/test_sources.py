@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -348,3 +351,83 @@ def test_a_photograph_source_is_read_as_its_tool_wrote_it(photos: Path) -> None:
         assert row.target == (photos / "training_images" / f"{stem}.png").read_bytes()
         assert row.controls == ((photos / "control_images" / f"{stem}.png").read_bytes(),)
         assert row.prompt == (photos / "training_images" / f"{stem}.txt").read_text().strip()
+
+
+# Further captions
+
+
+@pytest.mark.parametrize("place", ["targets", "controls"])
+def test_further_captions_follow_in_the_order_of_their_numbers(folder: Folder, place: str) -> None:
+    folder.row("a")
+    folder.row("a_b")
+    for number in (10, 2, 1, 3, 4, 5, 6, 7, 8, 9):
+        folder.add(getattr(folder, place) / f"a_prompt_{number}.txt", f"or {number}\n".encode())
+    source = folder.open()
+    assert source.read(0).more_prompts == tuple(f"or {number}" for number in range(1, 11))
+    assert source.read(1).more_prompts == () and names(source) == ["a", "a_b"]
+
+
+@pytest.mark.parametrize("numbers", [(2,), (1, 3), (0, 1), ("01",)])
+def test_a_gap_in_captions_is_refused(folder: Folder, numbers: tuple[object, ...]) -> None:
+    folder.row("a")
+    for number in numbers:
+        folder.add(folder.targets / f"a_prompt_{number}.txt")
+    with pytest.raises(RowError, match="its prompts are not numbered"):
+        folder.open().read(0)
+
+
+def test_the_prompt_of_a_row_that_is_called_like_a_caption_is_its_own(folder: Folder) -> None:
+    folder.row("a")
+    folder.row("a_prompt_1")
+    source = folder.open()
+    assert source.read(0).more_prompts == () and source.read(1).prompt == "do a_prompt_1"
+
+
+@pytest.mark.parametrize("numbers", [(2,), (1, 3), (0, 1), ("01",)])
+def test_a_gap_in_controls_is_refused(folder: Folder, numbers: tuple[object, ...]) -> None:
+    folder.row("a")
+    for number in numbers:
+        folder.add(folder.controls / f"a_control_{number}.png")
+    with pytest.raises(RowError, match="its controls are not numbered"):
+        folder.open().read(0)
+
+
+def test_a_pipe_among_the_images_is_refused_instead_of_waited_for(folder: Folder) -> None:
+    folder.row("a")
+    (folder.controls / "a.png").unlink()
+    os.mkfifo(folder.controls / "a.png")
+    with pytest.raises(RowError, match="no regular file"):
+        folder.open().read(0)
+
+
+def test_links_may_lead_out_of_the_folder(folder: Folder, tmp_path: Path) -> None:
+    """A folder of links is how people choose among their photographs."""
+    folder.row("a")
+    (tmp_path / "elsewhere.png").write_bytes(b"elsewhere")
+    (folder.targets / "a.png").unlink()
+    (folder.targets / "a.png").symlink_to(tmp_path / "elsewhere.png")
+    assert folder.open().read(0).target == b"elsewhere"
+
+
+def test_many_threads_and_other_processes_read_the_same_rows(photos: Path) -> None:
+    source = open_source(photos)
+    alone = [source.read(index) for index in range(12)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(source.read, range(12))) == alone
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy == source and [copy.read(index) for index in range(12)] == alone and source.part(0) == ""
+
+
+def test_reading_a_row_does_not_look_at_the_others(folder: Folder) -> None:
+    """With a look at every name for every row, a million rows would take years."""
+
+    class Names(dict):
+        def __iter__(self):
+            raise AssertionError("all names were looked at")
+
+    folder.row("a")
+    folder.add(folder.controls / "a_control_1.png")
+    source = folder.open()
+    for side in (source.targets, source.controls):
+        object.__setattr__(side, "endings", Names(side.endings))
+    assert len(source.read(0).controls) == 2

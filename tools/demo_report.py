@@ -19,11 +19,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from PIL import Image
 
-from qie.cli.assemble import open_painter
+from qie.cli.assemble import open_painter, open_rows
 from qie.cli.common import human_bytes, quiet_libraries
 from qie.config import Config, load_config
 from qie.data import open_stream
-from qie.data.sources import open_source
 from qie.encode.images import decode_image
 from qie.recipe import Recipe
 from qie.shards.reader import ShardSet
@@ -98,7 +97,7 @@ def draw_losses(lines: list[dict[str, Any]], path: Path) -> None:
 
 def draw_pictures(config: Config, shards: Path, adapter: Path, path: Path) -> None:
     """Input, target, and what base model and adapter paint, for rows kept out of training."""
-    source = open_source(config.data.source or "")
+    source = open_rows(config, "the photographs")
     stream = open_stream(shards, seed=config.train.seed, validation_rows=config.validation.rows)
     assert isinstance(stream.samples, ShardSet)
     held_out = [stream.samples.entries[batch.positions[0]].row for batch in stream.validation_batches()[:ROWS_SHOWN]]

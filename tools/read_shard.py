@@ -16,6 +16,7 @@ import struct
 import sys
 import tarfile
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -26,6 +27,7 @@ Json = dict[str, Any]
 DTYPES = {"F16": ("e", 2), "BOOL": ("B", 1), "U8": ("B", 1)}  # name in a header: letter for struct, size in bytes
 SAMPLE = {"row", "name", "key", "shape", "tokens", "empty_tokens", "tensor_bytes", "clipped", "notes"}
 SKIPPED = {"row", "name", "reason", "key"}
+LATER = {"source": "", "variant": 0}  # fields of both that an index may lack, and what they are then
 
 
 class Faults(list[str]):
@@ -53,8 +55,19 @@ def say(line: str, stream: TextIO | None = None) -> None:
     print("".join(char if char.isprintable() else repr(char)[1:-1] for char in line), file=stream)
 
 
+def version(entry: Json) -> tuple[int, int]:
+    """The number of a row, and of its version."""
+    return int(entry["row"]), int(entry.get("variant", 0))
+
+
+def label(entry: Json) -> str:
+    """A row's number; that of its version as well, unless it is the first."""
+    row, variant = version(entry)
+    return f"{row}.{variant}" if variant else f"{row}"
+
+
 def rows(index: Json) -> list[Json]:
-    return sorted(index["samples"] + index["skipped"], key=lambda entry: int(entry["row"]))
+    return sorted(index["samples"] + index["skipped"], key=version)
 
 
 def check_index(index: Json, stem: str, faults: Faults) -> None:
@@ -67,13 +80,18 @@ def check_index(index: Json, stem: str, faults: Faults) -> None:
     canonical = json.dumps(recipe, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     faults.expect("index: digest of the recipe", digest, hashlib.sha256(canonical.encode()).hexdigest()[:16])
     for part, fields in ("samples", SAMPLE), ("skipped", SKIPPED):
-        numbers = [entry["row"] for entry in index[part]]
-        faults.expect(f"index: order of rows in {part}", numbers, sorted(numbers))
+        numbers = [version(entry) for entry in index[part]]
+        faults.expect(f"index: order of rows and versions in {part}", numbers, sorted(numbers))
         for entry in index[part]:
-            faults.expect(f"index: fields of row {entry['row']}", sorted(entry), sorted(fields))
-    found = [entry["row"] for entry in rows(index)]
-    if len(found) != stop - start or found != list(range(start, stop)):
-        faults.append(f"index: its rows are not each of [{start}, {stop}) once")
+            faults.expect(f"index: fields of row {label(entry)}", sorted({*LATER, *entry}), sorted({*LATER, *fields}))
+            kinds = [type({**LATER, **entry}[name]) for name in ("row", "variant", "source", "name")]
+            faults.expect(f"index: types in row {label(entry)}", kinds, [int, int, str, str])
+    found = [version(entry) for entry in rows(index)]
+    versions = Counter(row for row, _ in found)
+    if len(versions) != stop - start or any(not start <= row < stop for row in versions):
+        faults.append(f"index: its rows are not each of [{start}, {stop})")
+    elif found != [(row, variant) for row in sorted(versions) for variant in range(versions[row])]:
+        faults.append("index: the versions of its rows are not numbered from 0, each once")
     names = {f"{sample['key']}.safetensors" for sample in index["samples"]}
     faults.expect("index: names of files, by samples", sorted(index["files"]), sorted(names))
     bad = [name for name in names if not re.fullmatch(r"[0-9a-f]{64}\.safetensors", name)]
@@ -132,7 +150,7 @@ def parse(record: memoryview) -> tuple[Json, dict[str, Json], memoryview]:
 
 def check_record(index: Json, sample: Json, meta: Json, tensors: dict[str, Json], faults: Faults) -> None:
     """A record against the index: metadata, dtypes, shapes and sizes."""
-    row, target = f"row {sample['row']}", sample["shape"]["target"]
+    row, target = f"row {label(sample)}", sample["shape"]["target"]
     controls = [[16, 1, *size] for size in sample["shape"]["controls"]]
     prefix, length, empty = meta["shared_prefix"], sample["tokens"], sample["empty_tokens"]
     width = tensors["prompt_embed"]["shape"][1]
@@ -195,12 +213,15 @@ def show_index(index: Json) -> None:
     say(f"rows [{index['start']}, {index['stop']}): {counts}")
     say(f"recipe {index['recipe']['digest']}")
     for entry in rows(index):
+        number, name = f"{label(entry):>8}", f"{entry['name']!r}"
+        if entry.get("source"):
+            name = f"{entry['source']!r} {name}"
         if "reason" in entry:
-            say(f"{entry['row']:8}  {'skipped':12}  {entry['name']!r}  {entry['reason']!r}")
+            say(f"{number}  {'skipped':12}  {name}  {entry['reason']!r}")
             continue
         sizes = " ".join(f"{h}x{w}" for h, w in [entry["shape"]["target"], *entry["shape"]["controls"]])
         tokens = f"tokens {entry['tokens']} {entry['empty_tokens']}"
-        say(f"{entry['row']:8}  {entry['key'][:12]}  {entry['name']!r}  sizes {sizes}  {tokens}")
+        say(f"{number}  {entry['key'][:12]}  {name}  sizes {sizes}  {tokens}")
 
 
 def read(path: Path, key: str | None, faults: Faults) -> str | None:
@@ -219,7 +240,7 @@ def read(path: Path, key: str | None, faults: Faults) -> str | None:
             if key is None:
                 check_tar(index, path, tar, faults)
             for sample in samples:
-                with faults.of(f"row {sample['row']}"):
+                with faults.of(f"row {label(sample)}"):
                     record = parse(payload(index, sample["key"], tar))
                     check_record(index, sample, *record[:2], faults)
             if key is not None and not faults:

@@ -8,7 +8,10 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from qie.config import Config
+from qie.cli.common import quiet_libraries
+from qie.config import Config, required
+from qie.data.sources import Source, SourceSpec, open_source
+from qie.data.variants import Versions
 from qie.devices import resolve_device, resolve_dtype
 from qie.encode import Encoder, EncoderOptions
 from qie.encode.images import decode_image
@@ -31,6 +34,55 @@ def open_encoder(config: Config) -> Encoder:
     text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
     checkpoint = open_checkpoint(config.model.pretrained_model_name_or_path, config.model.family)
     return Encoder.open(checkpoint, vae_device=vae_device, text_device=text_device, options=_options(config))
+
+
+def open_rows(config: Config, expected: str) -> Source:
+    """The rows of a configuration's data.source.
+
+    Raises:
+        ConfigError: there is none; says what is `expected`.
+        SourceError: it cannot be opened.
+    """
+    source = config.data.source
+    if isinstance(source, list):
+        return open_source([SourceSpec(part.source, part.name, part.weight) for part in source])
+    return open_source(required(source, "data.source", expected))
+
+
+def open_job(config: Config) -> tuple[Source, Encoder]:
+    """What a worker process works with."""
+    quiet_libraries()
+    return open_rows(config, "rows"), open_encoder(config)
+
+
+def worker_configs(config: Config, devices: str) -> list[Config]:
+    """A configuration for each worker that `devices` names, such as `cuda:0,cuda:1` or `cuda:0+cuda:1,cuda:2+cuda:3`.
+
+    Raises:
+        UsageError: `devices` names none.
+    """
+    names = [f"cuda:{n}" for n in range(torch.cuda.device_count())] if devices == "all" else devices.split(",")
+    workers = []
+    for name in names:
+        vae, plus, text = (part.strip() for part in name.partition("+"))
+        if not vae or (plus and not text):
+            raise UsageError(
+                "--devices cannot be understood",
+                expected="a device for each worker, or VAE+TEXT: cuda:0,cuda:1 or cuda:0+cuda:1,cuda:2+cuda:3",
+                found=devices,
+            )
+        for device in (vae, text or vae):
+            resolve_device(device, "--devices")
+        cache = config.cache.model_copy(update={"vae_encoder_device": vae, "text_encoder_device": text or vae})
+        workers.append(config.model_copy(update={"cache": cache}))
+    if not workers:
+        raise UsageError("--devices all finds no GPU")
+    return workers
+
+
+def versions(config: Config) -> Versions:
+    """Which versions of rows are stored."""
+    return Versions(config.cache.variants, config.data.augment.flip, config.data.augment.crop)
 
 
 def _options(config: Config) -> EncoderOptions:

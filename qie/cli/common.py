@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import sys
 import time
@@ -117,3 +118,44 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def human_time(seconds: float) -> str:
+    """4000 -> '1 h 6 min'."""
+    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
+    if days >= 2:
+        return f"{int(days)} d {int(hours % 24)} h"
+    if hours >= 1:
+        return f"{int(hours)} h {int(minutes % 60)} min"
+    return f"{int(minutes)} min {int(seconds % 60)} s" if minutes >= 1 else f"{seconds:.1f} s"
+
+
+class JsonLog:
+    """Progress as JSON lines appended to a file, one every `every_s` seconds and a last one; nothing without a file."""
+
+    def __init__(self, path: str | None, every_s: float = 10.0) -> None:
+        self._path, self._every_s, self._written = path, every_s, time.monotonic()
+        self._file: Any = None
+
+    def __enter__(self) -> JsonLog:
+        if self._path is not None:
+            from qie.paths import local_path
+
+            self._file = local_path(self._path).open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def at(self, values: Callable[[], dict[str, Any]]) -> None:
+        """Write `values()` if it is time."""
+        if self._file is not None and time.monotonic() - self._written >= self._every_s:
+            self.last(values())
+
+    def last(self, values: dict[str, Any]) -> None:
+        """Write `values` now."""
+        if self._file is not None:
+            self._file.write(json.dumps({"time": round(time.time(), 3)} | values) + "\n")
+            self._file.flush()
+            self._written = time.monotonic()

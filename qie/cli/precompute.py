@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Progress, config_option, explained, human_bytes, quiet_libraries, quiet_option, set_option
+from qie.cli.common import (
+    JsonLog,
+    Progress,
+    config_option,
+    explained,
+    human_bytes,
+    human_time,
+    quiet_libraries,
+    quiet_option,
+    set_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
+    from qie.config import Config
     from qie.data.sources import Source
-    from qie.encode import Encoder
-    from qie.precompute import Report
+    from qie.precompute import Report, Settings
+    from qie.precompute.estimate import Estimate
+    from qie.precompute.ranges import Range
+    from qie.precompute.report import Progress as ReportProgress
     from qie.shards.index import Skipped
+    from qie.stores import Folder
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @config_option
-@click.option("--source", metavar="FOLDER", help="Rows to encode; default data.source.")
-@click.option("--output", metavar="DIR", help="Where the shards go; default cache.cache_dir.")
+@click.option("--source", metavar="SOURCE", help="Rows to encode; default data.source.")
+@click.option("--output", metavar="DIR|URL", help="Where the shards go; default cache.cache_dir.")
 @click.option("--start-idx", default=0, show_default=True, metavar="A", help="First row of this run.")
 @click.option("--end-idx", type=int, metavar="B", help="Row to stop before; default all rows.")
 @click.option("--shard-size", default=64, show_default=True, type=click.IntRange(1), help="Rows per shard.")
 @click.option("--vae-device", metavar="DEVICE", help="Overrides cache.vae_encoder_device.")
 @click.option("--text-device", metavar="DEVICE", help="Overrides cache.text_encoder_device.")
+@click.option("--devices", metavar="LIST", help="A worker process for each: cuda:0,cuda:1 or VAE+TEXT,… pairs, or all.")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="This machine, or the Ray cluster of RAY_ADDRESS.",
+)
+@click.option("--reuse", multiple=True, metavar="DIR|URL", help="Copy records of equal rows from older shards.")
 @click.option(
     "--on-error",
     type=click.Choice(["skip", "stop"]),
@@ -35,7 +57,10 @@ if TYPE_CHECKING:
     show_default=True,
     help="Rows that cannot be encoded.",
 )
-@click.option("--dry-run", is_flag=True, help="Read and check every row of the range; encode and write nothing.")
+@click.option("--retry-skipped", is_flag=True, help="Try skipped rows of published shards again.")
+@click.option("--trust-published", is_flag=True, help="Keep published shards without comparing their rows.")
+@click.option("--dry-run", is_flag=True, help="Check every row and estimate bytes and time; write nothing.")
+@click.option("--log", "log_path", metavar="FILE", help="Append progress to FILE as JSON lines.")
 @set_option
 @quiet_option
 @explained
@@ -45,13 +70,11 @@ def main(
     output: str | None,
     start_idx: int,
     end_idx: int | None,
-    shard_size: int,
-    vae_device: str | None,
-    text_device: str | None,
-    on_error: str,
     dry_run: bool,
+    log_path: str | None,
     overrides: tuple[str, ...],
     quiet: bool,
+    **options: Any,
 ) -> None:
     """Encode rows [A, B) of a source once, and write them as shards.
 
@@ -59,74 +82,122 @@ def main(
 
     Exits with 0 when every row is in a shard, 1 when rows were skipped (they are listed), 2 when nothing could be done.
     """
-    from qie.cli.assemble import open_encoder
+    from qie.cli.assemble import open_encoder, open_rows, worker_configs
     from qie.config import load_config, required
-    from qie.data.sources import open_source
-    from qie.paths import local_path
-    from qie.precompute import precompute, resolve_range
+    from qie.precompute import resolve_range
+    from qie.precompute.estimate import estimate
+    from qie.stores import open_folder
 
-    devices = {"cache.vae_encoder_device": vae_device, "cache.text_encoder_device": text_device}
-    config = load_config(config_path, [*overrides, *(f"{key}={value}" for key, value in devices.items() if value)])
-    rows_from = open_source(source or required(config.data.source, "data.source", "a folder of rows, or --source"))
-    directory = local_path(output or required(config.cache.cache_dir, "cache.cache_dir", "a folder, or --output"))
-    first, last = resolve_range(start_idx, end_idx, len(rows_from))
+    config = load_config(config_path, [*overrides, *_devices(options)])
+    if source:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"source": source})})
+    rows = open_rows(config, "a folder, a CSV file, …, or --source")
+    folder = open_folder(output or required(config.cache.cache_dir, "cache.cache_dir", "a folder, or --output"))
+    wanted = resolve_range(start_idx, end_idx, len(rows))
     quiet_libraries()
-    encoder = open_encoder(config)
     if dry_run:
-        sys.exit(_dry_run(rows_from, encoder, first, last, quiet))
-    with Progress("encoding", last - first, "rows", quiet=quiet) as progress:
-        report = precompute(
-            rows_from,
-            encoder,
-            directory,
-            rows=(first, last),
-            shard_size=shard_size,
-            on_error="stop" if on_error == "stop" else "skip",
-            progress=lambda done: progress.at(done.rows, f"{len(done.skipped)} skipped" if done.skipped else ""),
-        )
-    _print(report, directory)
-    _list_skipped(report.skipped)
-    sys.exit(1 if report.skipped else 0)
+        first = worker_configs(config, options["devices"])[0] if options["devices"] else config
+        encoder, settings = open_encoder(first), _settings(config, options)
+        with Progress("checking", wanted[1] - wanted[0], "rows", quiet=quiet) as progress:
+            found = estimate(rows, encoder, folder, rows=wanted, settings=settings, progress=progress.at)
+        _print_estimate(found, encoder.recipe.digest)
+        _finish(found.skipped)
+    with Progress("encoding", wanted[1] - wanted[0], "rows", quiet=quiet) as progress, JsonLog(log_path) as log:
+
+        def follow(report: Report) -> None:
+            progress.at(report.rows, _note(report))
+            log.at(report.to_dict)
+
+        report = _precompute(config, rows, folder, wanted, options, follow)
+        log.last(report.to_dict())
+    _print(report, folder)
+    _finish(report.skipped)
 
 
-def _print(report: Report, directory: Path) -> None:
+def _devices(options: dict[str, Any]) -> list[str]:
+    """The devices that the command line names for this process, as overrides of the configuration."""
+    from qie.errors import UsageError
+
+    named = {"cache.vae_encoder_device": options["vae_device"], "cache.text_encoder_device": options["text_device"]}
+    if options["devices"] and (any(named.values()) or options["engine"] == "ray"):
+        raise UsageError("--devices excludes --vae-device, --text-device and --engine ray")
+    return [f"{key}={value}" for key, value in named.items() if value]
+
+
+def _settings(config: Config, options: dict[str, Any]) -> Settings:
+    from qie.cli.assemble import versions
+    from qie.precompute import Settings
+
+    names = ("on_error", "retry_skipped", "trust_published", "reuse")
+    return Settings(versions=versions(config), **{name: options[name] for name in names})
+
+
+def _precompute(
+    config: Config, rows: Source, folder: Folder, wanted: Range, options: dict[str, Any], progress: ReportProgress
+) -> Report:
+    from functools import partial
+
+    from qie.cli.assemble import open_encoder, open_job, worker_configs
+    from qie.precompute import precompute
+
+    shared: dict[str, Any] = {
+        "rows": wanted,
+        "shard_size": options["shard_size"],
+        "settings": _settings(config, options),
+        "progress": progress,
+    }
+    if options["engine"] == "ray":
+        from qie.precompute.ray import gpus_of, precompute_on_ray
+
+        gpus = gpus_of(config.cache.vae_encoder_device, config.cache.text_encoder_device)
+        return precompute_on_ray(partial(open_job, config), folder, gpus=gpus, **shared)
+    if options["devices"]:
+        configs = worker_configs(config, options["devices"])
+        workers = [partial(open_job, worker) for worker in configs]
+        return precompute(rows, open_encoder(configs[0]), folder, workers=workers, **shared)
+    return precompute(rows, open_encoder(config), folder, **shared)
+
+
+def _note(report: Report) -> str:
+    """What stands behind the progress: how busy each stage is, and what was skipped."""
+    shares = [f"{name} {load.share(report.seconds):.0%}" for name, load in report.loads.items() if load.items]
+    skipped = [f"{len(report.skipped)} skipped"] if report.skipped else []
+    return ", ".join([*skipped, *(share for share in shares if not share.endswith(" 0%"))])
+
+
+def _print(report: Report, folder: object) -> None:
     click.echo(
-        f"{report.encoded} rows encoded, {report.reused} there already, {len(report.skipped)} skipped; "
+        f"{report.rows} rows: {report.encoded} samples encoded, {report.reused} there already, "
+        f"{len(report.skipped)} skipped; "
         f"{report.shards_written} shards written ({human_bytes(report.bytes_written)}), "
-        f"{report.shards_kept} kept, in {directory}"
+        f"{report.shards_kept} kept, in {folder}"
     )
+    if report.encoded and report.bottleneck:
+        load = report.loads[report.bottleneck]
+        click.echo(
+            f"{report.rows / report.seconds:.2f} rows/s in {human_time(report.seconds)}; "
+            f"bottleneck: {report.bottleneck}, at work {load.share(report.seconds):.0%} of the time"
+        )
     if report.shards_busy:
         click.echo(f"{report.shards_busy} shards are being written by another run and were left to it")
     if report.clipped:
         click.echo(f"{report.clipped} values were beyond FP16's range and were clipped; qie-stats says where")
 
 
-def _dry_run(source: Source, encoder: Encoder, first: int, last: int, quiet: bool) -> int:
-    """Check rows and count shapes; returns the exit code."""
-    from collections import Counter
-
-    from qie.errors import RowError
-    from qie.shards.index import Skipped
-
-    shapes: Counter[str] = Counter()
-    skipped = []
-    with Progress("checking", last - first, "rows", quiet=quiet) as progress:
-        for number in range(first, last):
-            try:
-                shapes[str(encoder.inspect(source.read(number))[1])] += 1
-            except RowError as error:
-                skipped.append(Skipped(number, source.name(number), error.what))
-            progress.at(number + 1 - first)
-    good, recipe = sum(shapes.values()), encoder.recipe.digest
-    click.echo(f"rows [{first}, {last}): {good} can be encoded, {len(skipped)} cannot; recipe {recipe}")
-    for shape, count in shapes.most_common():
+def _print_estimate(found: Estimate, recipe: str) -> None:
+    samples, fresh = found.shapes.total(), found.fresh.total()
+    click.echo(f"{found.rows} rows: {samples} samples can be encoded, {len(found.skipped)} cannot; recipe {recipe}")
+    for shape, count in found.shapes.most_common():
         click.echo(f"  {count:6d} × {shape}")
-    _list_skipped(skipped)
-    return 1 if skipped else 0
+    size = "" if found.bytes is None else f", about {human_bytes(found.bytes)} in all"
+    click.echo(f"{fresh} to encode, {samples - fresh} there already{size}")
+    if found.encoding_s is not None and fresh:
+        click.echo(f"about {human_time(found.encoding_s)} on one set of devices, once the weights are loaded")
 
 
-def _list_skipped(skipped: Sequence[Skipped], most: int = 20) -> None:
+def _finish(skipped: Sequence[Skipped], most: int = 20) -> None:
     for row in skipped[:most]:
         click.echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
     if len(skipped) > most:
         click.echo(f"… and {len(skipped) - most} more; qie-stats lists them all", err=True)
+    sys.exit(1 if skipped else 0)

@@ -69,7 +69,6 @@ def main(
 
 
 def _stream(config: Config, family: str, shards: tuple[str, ...], accelerator: Accelerator, quiet: bool) -> Stream:
-    from qie.config import required
     from qie.data import open_stream
     from qie.errors import RecipeMismatchError
 
@@ -95,12 +94,13 @@ def _stream(config: Config, family: str, shards: tuple[str, ...], accelerator: A
             )
         return stream
 
-    from qie.cli.assemble import open_encoder
-    from qie.data.sources import open_source
+    from qie.cli.assemble import open_encoder, open_rows, versions
 
-    source = open_source(required(config.data.source, "data.source", "SHARDS, cache.cache_dir, or a folder of rows"))
+    source = open_rows(config, "SHARDS, cache.cache_dir, or a source of rows")
     with Progress("looking at", len(source), "rows", quiet=quiet) as progress:
-        stream = open_stream(source, encoder=open_encoder(config), progress=progress.at, **settings)
+        stream = open_stream(
+            source, encoder=open_encoder(config), versions=versions(config), progress=progress.at, **settings
+        )
     for row in stream.samples.skipped:
         click.echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
     return stream

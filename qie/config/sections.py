@@ -21,8 +21,10 @@ from pydantic import (
 )
 
 from qie.paths import local_path
+from qie.stores import scheme_of
 
 LocalPath = Annotated[str, AfterValidator(lambda place: str(local_path(place)))]
+Place = Annotated[str, AfterValidator(lambda place: place if scheme_of(place) else str(local_path(place)))]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -54,10 +56,28 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
+class SourceConfig(Section):
+    """One of several sources."""
+
+    source: Place
+    name: str | None = Field(None, description="In messages and indexes; default: the last part of the path.")
+    weight: PositiveFloat = Field(1.0, description="How often its rows are drawn in training, against the others'.")
+
+
+class AugmentConfig(Section):
+    """What further versions of a row are made of; see cache.variants. Target, controls and mask alike."""
+
+    flip: bool = Field(False, description="Mirrored, left to right, by chance.")
+    crop: float = Field(1.0, gt=0.0, le=1.0, description="Cropped to between this part of each side and all of it.")
+
+
 class DataConfig(Section):
     """Rows, and how they are dealt into batches."""
 
-    source: LocalPath | None = Field(None, description="Folder of rows; used by qie-precompute and for live encoding.")
+    source: Place | list[SourceConfig] | None = Field(
+        None,
+        description="Rows, for qie-precompute and for live encoding: whatever qie.open_source understands, or several.",
+    )
     batch_size: PositiveInt = Field(1, description="Per process.")
     tail: Literal["pad", "drop"] = Field("pad", description="The last, incomplete batch of each shape.")
     caption_dropout_rate: Fraction = Field(0.0, description="How often the null prompt replaces the prompt.")
@@ -73,6 +93,7 @@ class DataConfig(Section):
     )
     multiple_px: Literal[16, 32, 64] | None = Field(None, description="Sizes by area are multiples of it; null: 32.")
     background: str = Field("#ffffff", description="Colour behind transparent images.")
+    augment: AugmentConfig = AugmentConfig()
     max_image_px: int = Field(
         178_956_970, gt=0, le=178_956_970, description="Larger images are refused; Pillow takes none above the default."
     )
@@ -91,7 +112,7 @@ class DataConfig(Section):
 class CacheConfig(Section):
     """Shards, and the encoders that fill them."""
 
-    cache_dir: LocalPath | None = Field(None, description="qie-precompute writes here, qie-train reads here.")
+    cache_dir: Place | None = Field(None, description="qie-precompute writes here, qie-train reads here; path or URL.")
     use_cache: bool = Field(True, description="false: qie-train encodes data.source live.")
     vae_encoder_device: str = Field("auto", description="auto is the first GPU, or the CPU without one.")
     text_encoder_device: str = Field("auto", description="auto is the first GPU, or the CPU without one.")
@@ -100,6 +121,9 @@ class CacheConfig(Section):
     )
     encode_batch_size: PositiveInt = Field(
         1, description="Rows encoded together. Above 1, the last bits of a sample depend on its neighbours."
+    )
+    variants: PositiveInt = Field(
+        1, description="Versions of a row at most: its captions and, with data.augment, augmented ones. One per epoch."
     )
     share_prefix: bool = Field(
         False, description="Rows with the same controls share their pass through Qwen2.5-VL; about 1e-6 from exact."

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
+from qie.data.samples import LiveSamples, RowEncoder, Samples
 from qie.data.sources import Source, open_source
-from qie.data.stream import LiveSamples, RowEncoder, Samples, Stream
+from qie.data.stream import Stream
+from qie.data.variants import Versions
 from qie.shards.reader import ShardSet
 
 
@@ -16,6 +18,7 @@ def open_stream(
     *,
     batch_size: int = 1,
     encoder: RowEncoder | None = None,
+    versions: Versions | None = None,
     progress: Callable[[int], object] = lambda done: None,
     **settings: Any,
 ) -> Stream:
@@ -26,6 +29,7 @@ def open_stream(
             its folder.
         batch_size: samples per batch of this process.
         encoder: encodes rows live, ahead in the background.
+        versions: which versions of raw rows there are; one each without.
         progress: called with the number of rows looked at while raw rows are scanned.
         settings: further fields of `Stream`, such as seed, tail, rank and world_size.
 
@@ -37,7 +41,7 @@ def open_stream(
     samples: Samples
     if encoder is not None:
         source = open_source(cast("str | Path", data)) if place else cast(Source, data)
-        samples = LiveSamples.scan(source, encoder, progress)
+        samples = LiveSamples.scan(source, encoder, versions, progress)
     else:
         samples = ShardSet.open(cast("list[str | Path]", [data] if place else data))
     return Stream(samples, batch_size, **settings)

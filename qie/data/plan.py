@@ -94,6 +94,23 @@ def _cut(positions: list[int], size: int, tail: Tail) -> list[PlannedBatch]:
     return batches
 
 
+def other_versions(rows: Sequence[int], *, seed: int, epoch: int) -> frozenset[int]:
+    """Positions to leave out of an epoch so that it has one version of each row, drawn evenly.
+
+    Args:
+        rows: the row of the sample at each position; versions of a row have one number.
+        seed, epoch: decide which.
+    """
+    if not rows or len(set(rows)) == len(rows):
+        return frozenset()
+    order = np.argsort(rows, kind="stable")
+    _, starts, counts = np.unique(np.asarray(rows)[order], return_index=True, return_counts=True)
+    # Another counter than the order's, which stays what it is without versions.
+    random = np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, 0, 0, 1]))
+    chosen = order[starts + np.floor(random.random(len(starts)) * counts).astype(np.int64)]
+    return frozenset(range(len(rows))) - frozenset(chosen.tolist())
+
+
 def held_out(keys: Sequence[str], count: int) -> frozenset[int]:
     """Positions of `count` samples to keep out of training: those with the smallest keys.
 

@@ -4,105 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from qie.data.plan import PLAN_VERSION, PlannedBatch, Tail, held_out, plan_epoch
-from qie.data.sources import Source
-from qie.errors import QieError, RowError, UsageError
-from qie.recipe import Recipe, canonical_json
-from qie.shards.index import Skipped
-from qie.types import Batch, Row, Sample, Shape
-
-
-class Samples(Protocol):
-    """What a stream reads from: samples by position, their shapes and keys known beforehand."""
-
-    @property
-    def shapes(self) -> Sequence[Shape]: ...
-
-    @property
-    def keys(self) -> Sequence[str]: ...
-
-    @property
-    def recipe(self) -> Recipe: ...
-
-    @property
-    def skipped(self) -> Sequence[Skipped]:
-        """Rows that are not among the samples, and why."""
-
-    def load(self, position: int) -> Sample: ...
-
-
-class RowEncoder(Protocol):
-    """What turns rows into samples. `qie.encode.Encoder` is one; a stream is given it and never makes it."""
-
-    @property
-    def recipe(self) -> Recipe: ...
-
-    def inspect(self, row: Row) -> tuple[str, Shape]:
-        """Key and shape without encoding. Raises RowError when the row cannot be encoded."""
-
-    def encode(self, row: Row) -> Sample:
-        """The row's sample. Raises RowError when it has none."""
-
-    def encode_together(self, rows: Sequence[Row]) -> list[Sample | RowError]:
-        """Each row's sample, or why it has none."""
-
-
-@dataclass(frozen=True)
-class LiveSamples:
-    """Rows of a source that are encoded each time they are asked for."""
-
-    source: Source
-    encoder: RowEncoder
-    rows: tuple[int, ...]
-    keys: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    skipped: tuple[Skipped, ...]
-
-    @classmethod
-    def scan(
-        cls, source: Source, encoder: RowEncoder, progress: Callable[[int], object] = lambda done: None
-    ) -> LiveSamples:
-        """Read and decode every row once, in threads, so that unusable rows and all sizes are known before training."""
-        rows, keys, shapes, skipped = [], [], [], []
-
-        def inspect(index: int) -> tuple[str, Shape] | RowError:
-            try:
-                return encoder.inspect(source.read(index))
-            except RowError as error:
-                return error
-
-        with ThreadPoolExecutor() as pool:
-            for index, found in enumerate(pool.map(inspect, range(len(source)))):
-                progress(index + 1)
-                if isinstance(found, RowError):
-                    skipped.append(Skipped(index, source.name(index), found.what))
-                    continue
-                rows.append(index)
-                keys.append(found[0])
-                shapes.append(found[1])
-        return cls(source, encoder, tuple(rows), tuple(keys), tuple(shapes), tuple(skipped))
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.encoder.recipe
-
-    def load(self, position: int) -> Sample:
-        sample = self.encoder.encode(self.source.read(self.rows[position]))
-        if sample.key != self.keys[position]:
-            name = self.source.name(self.rows[position])
-            raise QieError(
-                "a row changed while it was trained on",
-                where=name,
-                hint="start again: keys and plan are of the old row",
-            )
-        return sample
+from qie.data.plan import PLAN_VERSION, PlannedBatch, Tail, held_out, other_versions, plan_epoch
+from qie.data.samples import Samples
+from qie.errors import UsageError
+from qie.recipe import canonical_json
+from qie.types import Batch, Sample
 
 
 @dataclass
@@ -133,11 +46,20 @@ class Stream:
     position: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.held_out = held_out(self.samples.keys, self.validation_rows)
-        if len(self.held_out) == len(self.samples.keys):
+        rows, keys = self.samples.rows, self.samples.keys
+        firsts = [position for position, row in enumerate(rows) if position == 0 or row != rows[position - 1]]
+        chosen = {firsts[number] for number in held_out([keys[first] for first in firsts], self.validation_rows)}
+        self._validation = sorted(chosen, key=lambda position: (keys[position], position))
+        kept_out = {rows[position] for position in chosen}
+        # A row of other content may have a version that equals one of them.
+        seen = {key for key, row in zip(keys, rows, strict=True) if row in kept_out}
+        self.held_out = frozenset(
+            position for position, row in enumerate(rows) if row in kept_out or keys[position] in seen
+        )
+        if len(self.held_out) == len(keys):
             raise UsageError(
                 "validation.rows leaves nothing to train on",
-                expected=f"fewer than {len(set(self.samples.keys))} rows",
+                expected=f"fewer than {len({keys[first] for first in firsts})} rows",
                 found=self.validation_rows,
             )
         self.plan = self._plan()
@@ -166,9 +88,8 @@ class Stream:
         return collate([self.samples.load(position) for position in planned.positions], planned)
 
     def validation_batches(self) -> list[PlannedBatch]:
-        """The samples that are kept out, one per batch, in the order of their keys."""
-        ordered = sorted(self.held_out, key=lambda position: (self.samples.keys[position], position))
-        return [PlannedBatch((position,), (1.0,)) for position in ordered]
+        """The rows that are kept out, each as it is (not its further versions), one per batch, by their keys."""
+        return [PlannedBatch((position,), (1.0,)) for position in self._validation]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands: two integers, and what they are only valid with."""
@@ -207,13 +128,14 @@ class Stream:
             self.plan = self._plan()
 
     def _plan(self, epoch: int | None = None) -> list[PlannedBatch]:
+        epoch = self.epoch if epoch is None else epoch
         return plan_epoch(
             self.samples.shapes,
             seed=self.seed,
-            epoch=self.epoch if epoch is None else epoch,
+            epoch=epoch,
             global_batch_size=self.batch_size * self.world_size,
             tail=self.tail,
-            leave_out=self.held_out,
+            leave_out=self.held_out | other_versions(self.samples.rows, seed=self.seed, epoch=epoch),
         )
 
     def _identity(self) -> dict[str, Any]:

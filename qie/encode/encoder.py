@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
 
-from qie.encode.images import MAX_IMAGE_PX
+from qie.encode.fp16 import Stored, to_storage
+from qie.encode.images import MAX_IMAGE_PX, to_pixels
+from qie.encode.memo import Memo
 from qie.encode.options import EncoderOptions, make_recipe
 from qie.encode.rows import DecodedRow, decode_row, see
-from qie.encode.text import MAX_POSITIONS, PromptEmbeds, PromptEncoder, Seen, check_prompt
+from qie.encode.text import MAX_POSITIONS, Patches, PromptEmbeds, PromptEncoder, Seen, check_prompt
 from qie.encode.vae import VaeEncoder
-from qie.errors import RowError
+from qie.errors import QieError, RowError
 from qie.pretrained import Checkpoint
 from qie.recipe import NULL_PROMPT, Recipe
+from qie.stages import Stage, in_turn
 from qie.types import Row, Sample, Shape
 
-FP16_MAX = torch.finfo(torch.float16).max
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Controls:
-    """What encoding a row's controls gave, kept for the next row, which often has the same ones."""
+LATENTS_BYTES = 1 << 30
+"""How much memory latents of images that may come again may take: about 2,000 at 1024²."""
 
-    contents: tuple[bytes, ...]
-    latents: tuple[torch.Tensor, ...]
-    seen: Seen
+SEEN_BYTES = 1 << 30
+"""The same for what the vision tower saw of controls: about 50 at 1024² in float32, 400 at 384² in bfloat16."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A row, decoded, checked and brought to the sizes that the models see: all that needs no weights."""
+
+    row: Row
+    prompt: str
+    target: torch.Tensor
+    controls: tuple[torch.Tensor, ...]
+    patches: Patches
+    loss_mask: torch.Tensor | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Latents:
+    """A prepared row with its latents."""
+
+    prepared: _Prepared
+    target: Stored
+    controls: tuple[Stored, ...]
 
 
 class Encoder:
@@ -50,7 +75,8 @@ class Encoder:
         self.checkpoint, self.recipe = checkpoint, recipe
         self.batch_size = recipe.batch_size
         self._vae_device, self._text_device, self._max_image_px = vae_device, text_device, max_image_px
-        self._last_controls: _Controls | None = None
+        self._latents: Memo[Stored] = Memo(LATENTS_BYTES, lambda stored: stored.values.nbytes)
+        self._seen: Memo[Seen] = Memo(SEEN_BYTES, lambda seen: seen.nbytes)
 
     @classmethod
     def open(
@@ -103,17 +129,18 @@ class Encoder:
 
         On a device that is out of memory the batch is halved, for all later ones, too.
         """
-        results: list[Sample | RowError] = []
-        while len(results) < len(rows):
-            part = rows[len(results) : len(results) + self.batch_size]
-            try:
-                results += self._encode(part)
-            except torch.OutOfMemoryError:
-                if len(part) == 1:
-                    raise
-                self.batch_size = len(part) // 2
-                warnings.warn(f"out of memory: going on with {self.batch_size} rows at a time", stacklevel=2)
-        return results
+        samples: list[Sample | RowError] = in_turn(self.stages, rows)
+        return samples
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """What `encode_together` consists of. Each takes a list and gives one of the same length, in which a RowError
+        stands for a row that failed, then or before."""
+        return (
+            Stage("prepare", partial(_each, self._prepare), workers=min(4, os.cpu_count() or 1)),
+            Stage("vae", partial(self._in_parts, self._encode_images)),
+            Stage("text", partial(self._in_parts, self._encode_prompts)),
+        )
 
     def embed(self, images: Sequence[Image.Image], prompt: str) -> torch.Tensor:
         """Embedding of a prompt over images of any size, [L, D] on the text encoder's device, as painting needs it.
@@ -123,7 +150,8 @@ class Encoder:
         """
         if prompt.strip():
             check_prompt(prompt)
-        seen = self.text.look([see(image, self.recipe).for_text(self.recipe) for image in images])
+        pictures = [see(image, self.recipe).for_text(self.recipe) for image in images]
+        seen = self.text.see(self.text.patches(pictures))
         return self.text.encode([seen], [prompt or NULL_PROMPT])[0].prompt
 
     def _decode(self, row: Row) -> DecodedRow:
@@ -136,74 +164,102 @@ class Encoder:
             raise RowError("the prompt is too long", expected=f"at most {room} tokens, images included", found=tokens)
         return decoded
 
-    def _encode(self, rows: Sequence[Row]) -> list[Sample | RowError]:
-        decoded: list[DecodedRow | RowError] = []
-        for row in rows:
-            try:
-                decoded.append(self._decode(row))
-            except RowError as error:
-                decoded.append(error)
-        good = [one for one in decoded if isinstance(one, DecodedRow)]
-        samples = iter(self._encode_decoded(good) if good else ())
-        return [next(samples) if isinstance(one, DecodedRow) else one for one in decoded]
-
-    def _encode_decoded(self, rows: Sequence[DecodedRow]) -> list[Sample | RowError]:
-        latents = self.vae.encode_together([row.target.for_vae for row in rows])
-        controls = [self._controls(row) for row in rows]
-        embeds = self.text.encode([control.seen for control in controls], [row.prompt for row in rows])
-        results: list[Sample | RowError] = []
-        for row, latent, control, embed in zip(rows, latents, controls, embeds, strict=True):
-            try:
-                results.append(self._sample(row, latent, control.latents, embed))
-            except RowError as error:
-                results.append(error)
-        return results
-
-    def _controls(self, row: DecodedRow) -> _Controls:
-        """Latents and sight of a row's controls, each computed alone: whose they were before changes nothing."""
-        last = self._last_controls
-        if last is None or last.contents != row.row.controls:
-            latents = tuple(self.vae.encode(control.for_vae) for control in row.controls)
-            seen = self.text.look([control.for_text(self.recipe) for control in row.controls])
-            last = self._last_controls = _Controls(row.row.controls, latents, seen)
-        return last
-
-    def _sample(
-        self, row: DecodedRow, latent: torch.Tensor, controls: Sequence[torch.Tensor], embeds: PromptEmbeds
-    ) -> Sample:
-        prefix = embeds.shared_prefix
-        pixel_latent, pixel_clipped = to_storage(latent, "the target's latent")
-        stored = [to_storage(control, "a control's latent") for control in controls]
-        prompt, prompt_clipped = to_storage(embeds.prompt, "the prompt's embedding")
-        empty_tail, empty_clipped = to_storage(embeds.empty[prefix:], "the null prompt's embedding")
-        return Sample(
-            key=self.recipe.key(row.row),
-            prompt=row.prompt,
-            pixel_latent=pixel_latent,
-            control_latent=tuple(control for control, _ in stored),
-            prompt_embed=prompt,
-            prompt_embeds_mask=torch.ones(len(prompt), dtype=torch.bool),
-            empty_prompt_embed=torch.cat([prompt[:prefix], empty_tail]),
-            empty_prompt_embeds_mask=torch.ones(prefix + len(empty_tail), dtype=torch.bool),
-            shared_prefix=prefix,
-            loss_mask=row.loss_mask,
-            clipped=pixel_clipped + sum(count for _, count in stored) + prompt_clipped + empty_clipped,
-            notes=row.notes,
+    def _prepare(self, row: Row) -> _Prepared:
+        decoded = self._decode(row)
+        return _Prepared(
+            row,
+            decoded.prompt,
+            to_pixels(decoded.target.for_vae),
+            tuple(to_pixels(control.for_vae) for control in decoded.controls),
+            self.text.patches([control.for_text(self.recipe) for control in decoded.controls]),
+            decoded.loss_mask,
+            decoded.notes,
         )
 
+    def _encode_images(self, rows: Sequence[_Prepared]) -> list[_Latents | RowError]:
+        if len(rows) == 1:
+            (row,) = rows
+            targets = [self._latent(row.row.target_hash, row.row, row.target, "the target's latent")]
+        else:  # encoded together, a latent is not the one that the image gives alone, so it is no other row's
+            targets = [
+                _attempt(to_storage, latent, "the target's latent")
+                for latent in self.vae.encode_together([row.target for row in rows])
+            ]
+        return [
+            target if isinstance(target, RowError) else _attempt(self._encode_controls, row, target)
+            for row, target in zip(rows, targets, strict=True)
+        ]
 
-def to_storage(values: torch.Tensor, what: str) -> tuple[torch.Tensor, int]:
-    """`values` in FP16 on the host, and how many were clipped to its range.
+    def _encode_controls(self, row: _Prepared, target: Stored) -> _Latents:
+        """A row's controls, each encoded alone: which rows have the same one changes nothing."""
+        controls = []
+        for digest, pixels in zip(row.row.control_hashes, row.controls, strict=True):
+            latent = self._latent(digest, row.row, pixels, "a control's latent")
+            if isinstance(latent, RowError):
+                raise latent
+            controls.append(latent)
+        return _Latents(row, target, tuple(controls))
 
-    The only way to FP16 in qie: cached and live training go through it alike. From bfloat16 it is exact for normal
-    values within range.
+    def _latent(self, digest: str, row: Row, pixels: torch.Tensor, what: str) -> Stored | RowError:
+        """Of an image by itself, which is a function of its content and of what is done to it."""
+        return _attempt(self._latents.get, (digest, row.augment), lambda: to_storage(self.vae.encode(pixels), what))
 
-    Raises:
-        RowError: there are NaNs or infinities among them; `what` is named.
-    """
-    if not bool(torch.isfinite(values).all()):
-        raise RowError(f"{what} contains NaN or infinity", hint="try cache.compute_dtype: float32")
-    # In float32: bfloat16 cannot represent the limit and would round it up, to infinity in FP16.
-    values = values.float()
-    clipped = int((values.abs() > FP16_MAX).sum())
-    return values.clamp(-FP16_MAX, FP16_MAX).to("cpu", torch.float16), clipped
+    def _encode_prompts(self, rows: Sequence[_Latents]) -> list[Sample | RowError]:
+        prepared = [row.prepared for row in rows]
+        seen = [
+            self._seen.get((one.row.control_hashes, one.row.augment), partial(self.text.see, one.patches))
+            for one in prepared
+        ]
+        embeds = self.text.encode(seen, [one.prompt for one in prepared])
+        return [_attempt(self._sample, row, embed) for row, embed in zip(rows, embeds, strict=True)]
+
+    def _sample(self, row: _Latents, embeds: PromptEmbeds) -> Sample:
+        prefix, prepared = embeds.shared_prefix, row.prepared
+        prompt = to_storage(embeds.prompt, "the prompt's embedding")
+        empty_tail = to_storage(embeds.empty[prefix:], "the null prompt's embedding")
+        return Sample(
+            key=self.recipe.key(prepared.row),
+            prompt=prepared.prompt,
+            pixel_latent=row.target.values,
+            control_latent=tuple(control.values for control in row.controls),
+            prompt_embed=prompt.values,
+            prompt_embeds_mask=torch.ones(len(prompt.values), dtype=torch.bool),
+            empty_prompt_embed=torch.cat([prompt.values[:prefix], empty_tail.values]),
+            empty_prompt_embeds_mask=torch.ones(prefix + len(empty_tail.values), dtype=torch.bool),
+            shared_prefix=prefix,
+            loss_mask=prepared.loss_mask,
+            clipped=sum(part.clipped for part in (row.target, *row.controls, prompt, empty_tail)),
+            notes=prepared.notes,
+        )
+
+    def _in_parts(self, work: Callable[[Sequence[Any]], list[Any]], rows: Sequence[Any]) -> list[Any]:
+        """`work` of the rows that have not failed yet, `batch_size` at a time."""
+        results: list[Any] = []
+        while len(results) < len(rows):
+            part = rows[len(results) : len(results) + self.batch_size]
+            good = [row for row in part if not isinstance(row, RowError)]
+            try:
+                done = iter(work(good) if good else ())
+            except torch.OutOfMemoryError as error:
+                if len(part) == 1:
+                    raise QieError(
+                        "an encoder's device is out of memory",
+                        found=" ".join(str(error).split())[:200],
+                        hint="give each encoder its own device (cache.*_encoder_device), or lower data.area_px",
+                    ) from error
+                self.batch_size = len(part) // 2
+                warnings.warn(f"out of memory: going on with {self.batch_size} rows at a time", stacklevel=2)
+                continue
+            results += [row if isinstance(row, RowError) else next(done) for row in part]
+        return results
+
+
+def _each(work: Callable[[Row], _Prepared], rows: Sequence[Row]) -> list[_Prepared | RowError]:
+    return [_attempt(work, row) for row in rows]
+
+
+def _attempt(work: Callable[..., T], *arguments: Any) -> T | RowError:
+    try:
+        return work(*arguments)
+    except RowError as error:
+        return error

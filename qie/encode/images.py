@@ -14,6 +14,7 @@ from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from qie.encode.sizes import MAX_RATIO, Size, View
 from qie.errors import RowError
+from qie.types import Augment
 
 MAX_IMAGE_PX = 178_956_970
 """Larger images are refused: more often than photographs they are decompression bombs. Pillow's own limit."""
@@ -156,6 +157,18 @@ def _changes_little(profile: ImageCms.ImageCmsProfile) -> bool:
     return bool(np.abs(np.asarray(seen, dtype=int) - np.asarray(ramp)).max() < _SRGB_TOLERANCE)
 
 
+def augmented(image: Image.Image, augment: Augment | None) -> Image.Image:
+    """A version of a decoded image; the image itself without `augment`."""
+    if augment is None:
+        return image
+    left, top, right, bottom = augment.box
+    width, height = image.size
+    x, y = min(round(left * width), width - 1), min(round(top * height), height - 1)
+    box = (x, y, max(round(right * width), x + 1), max(round(bottom * height), y + 1))
+    image = image if box == (0, 0, width, height) else image.crop(box)
+    return ImageOps.mirror(image) if augment.flip else image
+
+
 def show(image: Image.Image, view: View) -> Image.Image:
     """What a view shows of an image: cropped, and resized with Lanczos as `VaeImageProcessor.resize` does it."""
     seen = image if view.box == (0, 0, *image.size) else image.crop(view.box)
@@ -185,14 +198,19 @@ def to_pixels(image: Image.Image) -> torch.Tensor:
     return 2.0 * torch.from_numpy(unit.transpose(2, 0, 1)[None]) - 1.0
 
 
+def require_proportions(mask: Image.Image, image: Size) -> None:
+    """Raise RowError when a mask has other proportions than its image, by more than a pixel."""
+    if abs(mask.width * image[1] - mask.height * image[0]) > max(*mask.size, *image):
+        raise RowError("the mask has other proportions than the target", expected=image, found=mask.size)
+
+
 def to_loss_mask(mask: Image.Image, image: Size, view: View) -> torch.Tensor:
     """[H, W] uint8: how bright the mask of an image is over each latent pixel of a view of it.
 
     Raises:
         RowError: the mask has other proportions than the image, by more than a pixel.
     """
-    if abs(mask.width * image[1] - mask.height * image[0]) > max(*mask.size, *image):
-        raise RowError("the mask has other proportions than the target", expected=image, found=mask.size)
+    require_proportions(mask, image)
     scale_x, scale_y = mask.width / image[0], mask.height / image[1]
     left, top, right, bottom = view.box
     box = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)

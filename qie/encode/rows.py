@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 
-from qie.encode.images import LATENT_SCALE, decode_image, has_more_frames, show, to_loss_mask
+from qie.encode.images import (
+    LATENT_SCALE,
+    augmented,
+    decode_image,
+    has_more_frames,
+    require_proportions,
+    show,
+    to_loss_mask,
+)
 from qie.encode.sizes import Size, View, choose_view, fit_size
 from qie.encode.text import check_prompt
 from qie.errors import RowError
@@ -74,10 +82,14 @@ def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:
     check_prompt(row.prompt)
     images = {"the target": row.target} | {f"control {n}": content for n, content in enumerate(row.controls, start=1)}
     decoded = {what: decode_image(content, what, recipe.background, max_image_px) for what, content in images.items()}
-    target, *controls = (see(image, recipe) for image in decoded.values())
+    target, *controls = (see(augmented(image, row.augment), recipe) for image in decoded.values())
     loss_mask = None
     if row.mask is not None:
         mask = decode_image(row.mask, "the mask", recipe.background, max_image_px)
+        if row.augment is not None:
+            # At the target's size, so that the same pixels are cut off it.
+            require_proportions(mask, decoded["the target"].size)
+            mask = augmented(mask.resize(decoded["the target"].size, Image.Resampling.BOX), row.augment)
         loss_mask = to_loss_mask(mask, target.image.size, target.view)
     notes = tuple(
         f"{what} has several frames: the first is used" for what, content in images.items() if has_more_frames(content)

@@ -44,6 +44,14 @@ class PromptEmbeds:
     shared_prefix: int
 
 
+@dataclass(frozen=True, eq=False)
+class Patches:
+    """Images cut up for the vision tower: pixel values, on the host, and patches of each image, [n, 3]."""
+
+    values: torch.Tensor
+    grids: torch.Tensor
+
+
 @dataclass(eq=False)
 class Seen:
     """Images after Qwen2.5-VL's vision tower, for any number of prompts about them.
@@ -53,13 +61,22 @@ class Seen:
         features: what stands for the image tokens, [tokens, D].
         grids: patches of each image, [n, 3].
         prefix: of a pass over `text`: key-value cache, last hidden states, and the rotary position that comes next.
-            Made when it is first continued.
+            Only there if prompts are to continue on it.
     """
 
     text: str
     features: torch.Tensor
     grids: torch.Tensor
     prefix: tuple[Any, torch.Tensor, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory, about: with a prefix, the cache of every layer, too."""
+        tensors = [self.features]
+        if self.prefix is not None:
+            cache, hidden, _ = self.prefix
+            tensors += [hidden, *(part for layer in cache.layers for part in (layer.keys, layer.values))]
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 def check_prompt(prompt: str) -> None:
@@ -100,9 +117,13 @@ class PromptEncoder:
     def _model(self) -> Any:
         with loading(self._folder):
             whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-                self._folder, dtype=self.dtype, use_safetensors=True
+                # Straight from the mapped file to the device: several processes hold the weights in host memory once.
+                self._folder,
+                dtype=self.dtype,
+                use_safetensors=True,
+                device_map={"": self.device},
             )
-        return whole.model.eval().requires_grad_(False).to(self.device)
+        return whole.model.eval().requires_grad_(False)
 
     def count_tokens(self, image_sizes: Sequence[tuple[int, int]], prompt: str) -> int:
         """Length L of the prompt's embedding over images of these (width, height), without encoding anything."""
@@ -113,15 +134,26 @@ class PromptEncoder:
         text = self._before_prompt(pads) + prompt + self._family.after_prompt
         return len(self._tokenizer(text)["input_ids"]) - self._family.drop_tokens
 
-    @torch.inference_mode()
-    def look(self, images: Sequence[Image.Image]) -> Seen:
-        """Pass images, already of the sizes that the recipe gives them, through the vision tower."""
+    def patches(self, images: Sequence[Image.Image]) -> Patches:
+        """What the vision tower takes of images that have the sizes that the recipe gives them."""
         inputs = self._processor(images=list(images), return_tensors="pt")
-        grids = inputs["image_grid_thw"].to(self.device)
-        features = self._model.get_image_features(inputs["pixel_values"].to(self.device), grids)
+        return Patches(inputs["pixel_values"], inputs["image_grid_thw"])
+
+    @torch.inference_mode()
+    def see(self, patches: Patches) -> Seen:
+        """Pass images through the vision tower."""
+        grids = patches.grids.to(self.device)
+        features = self._model.get_image_features(patches.values.to(self.device), grids)
         features = getattr(features, "pooler_output", features)
-        pads = [int(grid.prod()) // self._processor.merge_size**2 for grid in grids]
-        return Seen(self._before_prompt(pads), torch.cat(tuple(features)), grids)
+        pads = [int(grid.prod()) // self._processor.merge_size**2 for grid in patches.grids]
+        seen = Seen(self._before_prompt(pads), torch.cat(tuple(features)), grids)
+        if self._continued:
+            embeds, positions = self._inputs(seen, seen.text)
+            output = self._model.language_model(
+                inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=True
+            )
+            seen.prefix = output.past_key_values, output.last_hidden_state[0], int(positions[0, -1]) + 1
+        return seen
 
     @torch.inference_mode()
     def encode(self, seen: Sequence[Seen], prompts: Sequence[str]) -> list[PromptEmbeds]:
@@ -162,12 +194,7 @@ class PromptEncoder:
         ]
 
     def _continue(self, seen: Seen, prompt: str) -> PromptEmbeds:
-        if seen.prefix is None:
-            embeds, positions = self._inputs(seen, seen.text)
-            output = self._model.language_model(
-                inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=True
-            )
-            seen.prefix = output.past_key_values, output.last_hidden_state[0], int(positions[0, -1]) + 1
+        assert seen.prefix is not None
         cache, hidden, start = seen.prefix
         texts = [prompt, NULL_PROMPT]
         cache = copy.deepcopy(cache)

@@ -16,10 +16,8 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d, QwenImageRMS_norm
-from PIL import Image
 from torch import nn
 
-from qie.encode.images import to_pixels
 from qie.pretrained import loading
 
 PROBE_PX = 32
@@ -51,22 +49,23 @@ class VaeEncoder:
         if compiled:
             self._moments = torch.compile(self._moments, dynamic=True)
 
-    def encode(self, image: Image.Image) -> torch.Tensor:
-        """[C, 1, H, W] in the VAE's dtype: the mode of the posterior, normalised by the VAE's mean and deviation.
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[1, 3, H, W] in [-1, 1] to [C, 1, H/8, W/8] in the VAE's dtype: the mode of the posterior, normalised by the
+        VAE's mean and deviation.
 
         The formula is `_encode_vae_image` of diffusers' Qwen-Image-Edit pipelines.
         """
-        return self.encode_together([image])[0]
+        return self.encode_together([pixels])[0]
 
     @torch.inference_mode()
-    def encode_together(self, images: Sequence[Image.Image]) -> list[torch.Tensor]:
+    def encode_together(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Latents of several images, those of one size in one pass. The last bits depend on what is passed together."""
-        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        groups: dict[torch.Size, list[int]] = defaultdict(list)
         for position, image in enumerate(images):
-            groups[image.size].append(position)
+            groups[image.shape].append(position)
         latents: dict[int, torch.Tensor] = {}
         for positions in groups.values():
-            pixels = torch.cat([to_pixels(images[position]) for position in positions])
+            pixels = torch.cat([images[position] for position in positions])
             latents.update(zip(positions, self._encode_pixels(pixels), strict=True))
         return [latents[position] for position in range(len(images))]
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from qie.errors import ShardError
 from qie.recipe import Recipe, canonical_json
 from qie.shards.record import FORMAT_VERSION, Whole, tensor_bytes
-from qie.types import Sample, Shape
+from qie.stores import File, MissingError
+from qie.types import Row, Sample, Shape
 
 _STEM = re.compile(r"(\d{8,})-(\d{8,})")
 
@@ -37,6 +40,8 @@ class Entry:
     Attributes:
         row: index of the row in its source.
         name: what the source calls it.
+        source: name of its source in a mixture; empty for a source alone.
+        variant: which version of the row this is, from 0.
         key: content key; rows of equal content share one member.
         shape: latent sizes.
         tokens, empty_tokens: lengths of the prompt's and of the null prompt's embedding.
@@ -54,13 +59,17 @@ class Entry:
     tensor_bytes: dict[str, Whole]
     clipped: Whole
     notes: tuple[str, ...]
+    source: str = ""
+    variant: Whole = 0
 
     @classmethod
-    def of(cls, sample: Sample, row: int, name: str) -> Entry:
+    def of(cls, sample: Sample, row: Row) -> Entry:
         """The entry of a row's sample."""
         return cls(
-            row=row,
-            name=name,
+            row=row.index,
+            name=row.name,
+            source=row.source,
+            variant=row.variant,
             key=sample.key,
             shape=sample.shape,
             tokens=len(sample.prompt_embed),
@@ -73,17 +82,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Skipped:
-    """One row that is not in the shard, and why. `key` is None when the row could not even be read."""
+    """One row, or one version of it, that is not in the shard, and why. `key` is None if it could not even be read."""
 
     row: Whole
     name: str
     reason: str
     key: str | None = None
+    source: str = ""
+    variant: Whole = 0
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What one shard holds: rows [start, stop), each either an entry or skipped."""
+    """What one shard holds: rows [start, stop), each version of a row either an entry or skipped."""
 
     start: Whole
     stop: Whole
@@ -94,13 +105,15 @@ class ShardIndex:
     samples: tuple[Entry, ...]
     skipped: tuple[Skipped, ...]
 
+    @property
+    def accounts(self) -> list[Entry | Skipped]:
+        """What it says of each version of each row, in their order."""
+        everything: list[Entry | Skipped] = [*self.samples, *self.skipped]
+        return sorted(everything, key=lambda one: (one.row, one.variant))
+
     def to_json(self) -> str:
-        values = asdict(self)
-        del values["recipe"]
-        return canonical_json(
-            values
-            | {"format_version": FORMAT_VERSION, "recipe": self.recipe.to_dict() | {"digest": self.recipe.digest}}
-        )
+        recipe = self.recipe.to_dict() | {"digest": self.recipe.digest}
+        return canonical_json(vars(self) | {"format_version": FORMAT_VERSION, "recipe": recipe})
 
 
 _INDEX = TypeAdapter(ShardIndex)
@@ -121,15 +134,19 @@ def parse_stem(stem: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def read_index(path: Path) -> ShardIndex:
+def read_index(place: File | str | Path) -> ShardIndex:
     """The index in a file.
 
     Raises:
-        ShardError: it cannot be read, is no index of this format, or its rows do not add up.
+        ShardError: it is not there, is no index of this format, or its rows do not add up.
+        StoreError: it cannot be read.
     """
+    path = File.at(place)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read().decode()
+    except MissingError as error:
+        raise ShardError("the index cannot be read", where=path, found=error.what) from error
+    except UnicodeDecodeError as error:
         raise ShardError("the index cannot be read", where=path, found=error) from error
     try:
         index = _parse(json.loads(text))
@@ -156,7 +173,7 @@ def _parse(values: dict[str, Any]) -> ShardIndex:
     return index
 
 
-def _damaged(path: Path, found: str) -> ShardError:
+def _damaged(path: File, found: str) -> ShardError:
     return ShardError(
         "the index is damaged or was not written by qie",
         where=path,
@@ -165,14 +182,19 @@ def _damaged(path: Path, found: str) -> ShardError:
     )
 
 
-def _check(index: ShardIndex, path: Path) -> None:
+def _check(index: ShardIndex, path: File) -> None:
     """That the index agrees with itself: its name, its rows, its members."""
     if parse_stem(path.stem) != (index.start, index.stop):
         raise ShardError("the index is of another range than its name", where=path, found=[index.start, index.stop])
-    rows = sorted([entry.row for entry in index.samples] + [skipped.row for skipped in index.skipped])
-    if len(rows) != index.stop - index.start or rows != list(range(index.start, index.stop)):
+    found = [(one.row, one.variant) for one in index.accounts]
+    # Versions are numbered from 0: counted within its row, each has the number that it says.
+    counted = [(row, number) for row, versions in groupby(found, itemgetter(0)) for number, _ in enumerate(versions)]
+    rows = [row for row, variant in counted if variant == 0]
+    if found != counted or len(rows) != index.stop - index.start or rows != list(range(index.start, index.stop)):
         raise ShardError(
-            "the rows of the index do not add up", where=path, expected=f"each of [{index.start}, {index.stop}) once"
+            "the rows of the index do not add up",
+            where=path,
+            expected=f"each of [{index.start}, {index.stop}), its versions from 0",
         )
     wanted = {member_name(entry.key) for entry in index.samples}
     if wanted != set(index.files):

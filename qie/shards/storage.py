@@ -1,4 +1,4 @@
-"""Where shards lie: directories, globs and {000..999} braces, on local disks.
+"""Where shards lie: folders, files, globs and {000..999} braces, on local disks and in other stores.
 
 Nothing here runs a program: a `pipe:` URL is refused, whatever it says.
 """
@@ -8,30 +8,33 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 
 from braceexpand import braceexpand
 
 from qie.errors import UsageError
-from qie.paths import local_path
 from qie.shards.index import parse_stem
-
-_URL = re.compile(r"(pipe(?=:)|[a-z][a-z0-9+.-]*(?=://))", re.IGNORECASE)
+from qie.stores import File, Folder, LocalFolder, open_folder
 
 MAX_PATTERNS = 1_000_000
 
+_WILD = re.compile(r"[*?\[]")
 
-def find_indexes(places: Iterable[str | Path]) -> list[Path]:
+
+def find_indexes(places: Iterable[str | Path]) -> list[File]:
     """The index files of all shards in `places`, in the order of their rows within each place.
 
     Args:
-        places: directories, tar files, globs, or patterns with braces such as `shards/{00000000..00000640}*.tar`.
+        places: folders, tar files, globs, or patterns with braces such as `shards/{00000000..00000640}*.tar`; paths or
+            URLs. In URLs, a glob may stand in the last part only.
 
     Raises:
         UsageError: a place is of a kind that is not read, or nothing was found in it; says what is there.
+        StoreError: a store cannot be reached, or not be listed.
     """
-    indexes: list[Path] = []
+    indexes: list[File] = []
     for place in places:
         found = [index for pattern in _patterns(str(place)) for index in _expand(pattern)]
         if not found:
@@ -39,31 +42,26 @@ def find_indexes(places: Iterable[str | Path]) -> list[Path]:
                 "no shards found",
                 where=place,
                 expected="tars with an index beside each, such as 00000000-00000064.tar and .json",
-                found=_what_is_there(local_path(place)),
+                found=_what_is_there(str(place)),
                 hint="correct the path, or write shards with qie-precompute",
             )
         indexes += found
-    return list({index.resolve(): index for index in indexes}.values())
+    return list({str(index.path.resolve() if index.path else index): index for index in indexes}.values())
 
 
-def published(directory: Path) -> list[Path]:
-    """Index files in a directory, in the order of their rows. An empty or missing directory has none."""
-    found = [(parsed, path) for path in directory.glob("*.json") if (parsed := parse_stem(path.stem))]
-    return [path for _, path in sorted(found)]
+def published(folder: Folder | str | Path) -> list[File]:
+    """Index files in a folder, in the order of their rows. An empty or missing folder has none."""
+    folder = open_folder(folder) if isinstance(folder, (str, Path)) else folder
+    names = [name for name in folder.listing() if name.endswith(".json")]
+    found = [(parsed, name) for name in names if (parsed := parse_stem(name.removesuffix(".json")))]
+    return [File(folder, name) for _, name in sorted(found)]
 
 
-def refuse_url(place: str) -> None:
-    """Raise UsageError when `place` is a URL."""
-    scheme = _URL.match(place)
-    if scheme is None:
-        return
-    why = "because they run a shell command" if scheme[1].lower() == "pipe" else "by this version"
-    raise UsageError(
-        f"{scheme[1]}: URLs are not read {why}",
-        where=place,
-        expected="a local path",
-        hint="copy the shards and their indexes to a local folder first",
-    )
+def rows_of(index: File) -> tuple[int, int]:
+    """The rows [start, stop) that a shard's name says."""
+    rows = parse_stem(index.stem)
+    assert rows is not None
+    return rows
 
 
 def _patterns(place: str) -> list[str]:
@@ -76,19 +74,42 @@ def _patterns(place: str) -> list[str]:
     return patterns
 
 
-def _expand(pattern: str) -> list[Path]:
-    refuse_url(pattern)
-    path = local_path(pattern)
+def _expand(pattern: str) -> list[File]:
+    folder = open_folder(pattern)
+    if not isinstance(folder, LocalFolder):
+        return _expand_url(pattern)
+    path = folder.root
     if path.is_dir():
-        return published(path)
+        return published(folder)
     if path.suffix not in (".tar", ".json"):
         return []
     matches = [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 - Path.glob takes no absolute pattern
     found = {(match.parent, rows, match.with_suffix(".json")) for match in matches if (rows := parse_stem(match.stem))}
-    return [index for _, _, index in sorted(found) if index.is_file()]
+    return [File(LocalFolder(index.parent), index.name) for _, _, index in sorted(found) if index.is_file()]
 
 
-def _what_is_there(path: Path) -> str:
+def _expand_url(pattern: str) -> list[File]:
+    base, _, last = pattern.rpartition("/")
+    shards = last.endswith((".tar", ".json"))
+    if _WILD.search(base if shards else pattern):
+        raise UsageError(
+            "a glob in a URL may stand in a shard's name only",
+            where=pattern,
+            expected="such as s3://bucket/shards/*.tar",
+        )
+    if not shards:
+        return published(pattern)
+    file = File.at(pattern).with_suffix(".json")
+    if not _WILD.search(last):
+        return [file] if parse_stem(file.stem) and file.size() is not None else []
+    return [index for index in published(file.folder) if fnmatchcase(index.name, file.name)]
+
+
+def _what_is_there(place: str) -> str:
+    folder = open_folder(place)
+    if not isinstance(folder, LocalFolder):
+        return "nothing that matches"
+    path = folder.root
     if path.is_dir():
         names = sorted(entry.name for entry in path.iterdir())
         return (

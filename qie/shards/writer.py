@@ -1,24 +1,29 @@
 """Writing one shard so that it is either there, complete, or not there at all.
 
-The tar grows in `<stem>.tar.partial`, under a lock that dies with its process. When it is complete it is synced and
-renamed, then the index is. A killed run leaves at most partial files, which the next writer of that shard takes over.
+On a local disk the tar grows in `<stem>.tar.partial`, under a lock that dies with its process. When it is complete it
+is synced and renamed, then the index is. A killed run leaves at most partial files, which the next writer of that shard
+takes over. For any other store it grows in a nameless temporary file and is uploaded, then the index is.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import io
 import os
 import tarfile
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 from qie.errors import ShardError
 from qie.recipe import Recipe
-from qie.shards.index import Entry, Member, ShardIndex, Skipped, member_name, shard_stem
+from qie.shards.index import Entry, Member, ShardIndex, Skipped, member_name, parse_stem, shard_stem
+from qie.stores import File, Folder, LocalFolder, open_folder
 
 _BLOCK = 512
 
@@ -30,22 +35,34 @@ class ShardBusyError(ShardError):
 class ShardWriter:
     """Writes the shard of rows [start, stop). Use as a context; without `publish` nothing becomes visible.
 
+    Attributes:
+        index_file: where its index will be.
+        skipped: rows recorded as such so far.
+
     Raises:
         ShardBusyError: on entering, when another process is writing the same shard.
+        ShardError: the disk is full, or refuses.
     """
 
-    def __init__(self, directory: Path, start: int, stop: int, recipe: Recipe) -> None:
+    def __init__(self, folder: Folder | str | Path, start: int, stop: int, recipe: Recipe) -> None:
         self.start, self.stop, self.recipe = start, stop, recipe
-        self._tar_path = directory / f"{shard_stem(start, stop)}.tar"
-        self._partial = self._tar_path.with_suffix(".tar.partial")
+        folder = open_folder(folder) if isinstance(folder, (str, Path)) else folder
+        self.index_file = File(folder, f"{shard_stem(start, stop)}.json")
+        self._tar_file = self.index_file.with_suffix(".tar")
+        path = self._tar_file.path
+        self._partial = path.with_suffix(".tar.partial") if path else None
         self._members: dict[str, Member] = {}
         self._entries: list[Entry] = []
-        self._skipped: list[Skipped] = []
+        self.skipped: list[Skipped] = []
         self._published = False
 
     def __enter__(self) -> ShardWriter:
-        self._partial.parent.mkdir(parents=True, exist_ok=True)
-        self._file = _locked(self._partial)
+        with self._explained():
+            if self._partial is None:
+                self._file: BinaryIO = tempfile.TemporaryFile()
+            else:
+                self._partial.parent.mkdir(parents=True, exist_ok=True)
+                self._file = _locked(self._partial)
         self._hashed = _HashingFile(self._file)
         # A stream: the tar is written front to back, so its hash is known when it ends. USTAR with an integer mtime
         # needs no extended headers: every member is one 512-byte block and its payload.
@@ -55,12 +72,18 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up what is not published."""
         # Once published, what lies at the partial path may be the next writer's.
-        if not self._published:
+        if not self._published and self._partial is not None:
             self._partial.unlink(missing_ok=True)
+            self._published = True
         with suppress(OSError):  # an abandoned tar that is not closed complains when it is collected
             self._tar.close()
-        self._file.close()
+        with suppress(OSError):  # the same of a file whose buffer no longer fits on the disk
+            self._file.close()
 
     def add(self, entry: Entry, record: bytes) -> None:
         """Append a row's record; a record that is there already (a row of equal content) is not written twice."""
@@ -71,17 +94,19 @@ class ShardWriter:
         info = tarfile.TarInfo(name)
         info.size, info.mtime, info.mode = len(record), 0, 0o644
         self._members[name] = Member(self._tar.offset + _BLOCK, len(record), hashlib.sha256(record).hexdigest())
-        self._tar.addfile(info, io.BytesIO(record))
+        with self._explained():
+            self._tar.addfile(info, io.BytesIO(record))
 
     def skip(self, skipped: Skipped) -> None:
         """Record a row that the shard does not hold, and why."""
-        self._skipped.append(skipped)
+        self.skipped.append(skipped)
 
     def publish(self) -> ShardIndex:
         """Make the shard visible: tar first, then its index. Returns the index."""
-        self._tar.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._explained():
+            self._tar.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
         index = ShardIndex(
             start=self.start,
             stop=self.stop,
@@ -89,51 +114,97 @@ class ShardWriter:
             sha256=self._hashed.sha256.hexdigest(),
             recipe=self.recipe,
             files=self._members,
-            samples=tuple(sorted(self._entries, key=lambda entry: entry.row)),
-            skipped=tuple(sorted(self._skipped, key=lambda skipped: skipped.row)),
+            samples=tuple(sorted(self._entries, key=lambda entry: (entry.row, entry.variant))),
+            skipped=tuple(sorted(self.skipped, key=lambda skipped: (skipped.row, skipped.variant))),
         )
-        index_path = self._tar_path.with_suffix(".json")
+        content = (index.to_json() + "\n").encode()
         # A shard that replaces another: without its index the old one is gone before the new one is there.
-        index_path.unlink(missing_ok=True)
-        self._partial.replace(self._tar_path)
+        self.index_file.folder.delete(self.index_file.name)
+        with self._explained():
+            if self._partial is None:
+                self._file.seek(0)  # which the opening of its path again shares on some systems
+                # The path of a file without a name: it is gone with this process, however that ends.
+                self._tar_file.folder.upload(self._tar_file.name, Path(f"/dev/fd/{self._file.fileno()}"))
+            else:
+                self._partial.replace(self._partial.with_suffix(""))
+                self._published = True
+        # A local folder syncs itself when the index is written: the tar's name is then on the disk, too.
+        self.index_file.folder.write(self.index_file.name, content)
         self._published = True
-        write_file(index_path, (index.to_json() + "\n").encode())
         return index
 
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise ShardError(
+                "the shard cannot be written",
+                where=self._tar_file if self._partial else tempfile.gettempdir(),
+                found=error.strerror or error,
+                hint="make room and run again: what is published stays, nothing else is there" if full else None,
+            ) from error
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a small file so that it is there whole or not at all, also after a power cut."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    _sync_directory(path.parent)
+
+def remove_abandoned(folder: Folder, rows: tuple[int, int]) -> None:
+    """Remove what killed runs left of shards that overlap `rows`: partial files, and tars without an index.
+
+    What a run is writing is left to it. Other stores show nothing of an upload that was not completed.
+    """
+    if not isinstance(folder, LocalFolder) or not folder.root.is_dir():
+        return
+    for path in sorted(folder.root.iterdir()):
+        name = path.name.partition(".")[0]
+        stem = parse_stem(name)
+        if stem is None or stem[0] >= rows[1] or stem[1] <= rows[0] or not path.is_file():
+            continue
+        tar = path.with_name(f"{name}.tar")
+        if path.name.endswith(".partial") or (path == tar and not tar.with_suffix(".json").exists()):
+            # As the shard's next writer would: with its lock, nobody replaces the tar meanwhile.
+            with suppress(ShardBusyError), _locked(tar.with_suffix(".tar.partial")):
+                tar.with_suffix(".tar.partial").unlink()
+                tar.with_suffix(".json.partial").unlink(missing_ok=True)
+                if not tar.with_suffix(".json").exists():
+                    tar.unlink(missing_ok=True)
 
 
-def _locked(path: Path) -> BinaryIO:
-    """The file at `path`, empty, and locked by this process for as long as it is open."""
-    file = path.open("ab")
+def _locked(partial: Path) -> BinaryIO:
+    """The file at `partial`, empty, and locked by this process for as long as it is open.
+
+    Raises:
+        ShardBusyError: another process writes the shard, or is between its tar and its index.
+    """
+    file = partial.open("ab")
+    mine = False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        mine = partial.exists() and os.path.samestat(os.fstat(file.fileno()), partial.stat())
+        if not mine:
+            raise ShardBusyError("another process has just written this shard, or given it up", where=partial)
+        if _is_locked(partial.with_suffix("")):
+            raise ShardBusyError("another process is publishing this shard", where=partial)
+        file.truncate(0)
+    except BaseException as error:
+        if mine:
+            partial.unlink()
         file.close()
-        raise ShardBusyError("another process is writing this shard", where=path) from error
-    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-        # Its former writer published it, or gave up, between our opening and our locking.
-        file.close()
-        raise ShardBusyError("another process has just written this shard", where=path)
-    file.truncate(0)
+        if isinstance(error, BlockingIOError):
+            raise ShardBusyError("another process is writing this shard", where=partial) from error
+        raise
     return file
 
 
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+def _is_locked(tar: Path) -> bool:
+    """Whether a process holds, under the tar's name, the lock that it took under the partial one."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        with tar.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 class _HashingFile:

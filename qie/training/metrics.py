@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qie.shards.writer import write_file
+from qie.stores import LocalFolder
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -39,7 +39,7 @@ class MetricsFile:
     def __enter__(self) -> MetricsFile:
         if self._enabled:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self._path, "".join(self._kept()).encode())
+            LocalFolder(self._path.parent).write(self._path.name, "".join(self._kept()).encode())
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         return self
 

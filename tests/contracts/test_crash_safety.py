@@ -2,102 +2,66 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import random
+import shutil
 from pathlib import Path
 
-import pytest
-
 from qie.precompute import precompute
-from qie.shards.storage import published
-from tests.conftest import ROOT
+from qie.shards.reader import Shard
+from qie.shards.storage import published, rows_of
+from tests.lives import ROWS, SHARD_SIZE, Lives
 from tests.stubs import StubEncoder, StubSource
 
-# A real process that kills itself: before encoding a row, or at a call of the operating system while publishing.
-CHILD = """
-import os, signal, sys
-from pathlib import Path
-from qie.precompute import precompute
-from tests.stubs import StubEncoder, StubSource
-
-directory, moment, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-left = number
-
-def countdown():
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-class Encoder(StubEncoder):
-    def encode(self, row):
-        if moment == "encode":
-            countdown()
-        print(row.index, flush=True)
-        return super().encode(row)
-
-if moment != "encode":
-    owner, name = {"fsync": (os, "fsync"), "replace": (Path, "replace"), "unlink": (Path, "unlink")}[moment]
-    original = getattr(owner, name)
-    def dying(*arguments, **named):
-        countdown()
-        return original(*arguments, **named)
-    setattr(owner, name, dying)
-
-precompute(StubSource.of(20), Encoder(), directory, rows=(0, 20), shard_size=8)
-"""
+KILLS = 40
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def run(directory: Path, moment: str, number: int) -> tuple[int, list[int]]:
-    """Exit status, and the rows that were encoded."""
-    arguments = [sys.executable, "-c", CHILD, directory, moment, str(number)]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode in (0, -9), done.stderr
-    return done.returncode, [int(line) for line in done.stdout.split()]
+def test_killed_at_40_random_moments_the_output_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+    dice = random.Random(0)
+    killed, everything = tmp_path / "killed", set(range(ROWS))
+    precompute(StubSource.of(ROWS), StubEncoder(), tmp_path / "undisturbed", rows=(0, ROWS), shard_size=SHARD_SIZE)
+    expected = files(tmp_path / "undisturbed")
+    kills, deaths_with_progress = 0, 0
+    with Lives() as lives:
+        while kills < KILLS:
+            missing = everything - done(killed)
+            died, encoded = lives.live(killed, events=dice.randrange(80))
+            assert set(encoded) <= missing, "a published row was encoded again"
+            if not died:
+                assert files(killed) == expected
+                shutil.rmtree(killed)
+                continue
+            kills += 1
+            assert all(expected[index.name] == index.read() for index in published(killed))
+
+            # Started again now, a run encodes what is not published, each row once, and nothing else.
+            missing = everything - done(killed)
+            deaths_with_progress += 0 < len(missing) < ROWS
+            shutil.copytree(killed, tmp_path / "copy")
+            died, encoded = lives.live(tmp_path / "copy")
+            assert not died and sorted(encoded) == sorted(missing)
+            assert files(tmp_path / "copy") == expected
+            shutil.rmtree(tmp_path / "copy")
+    assert deaths_with_progress > KILLS / 2, "most deaths came too early or too late to tell anything"
 
 
-@pytest.mark.parametrize(
-    ("moment", "number"),
-    [
-        ("encode", 0),
-        ("encode", 11),
-        ("fsync", 0),
-        ("fsync", 1),
-        ("replace", 0),
-        ("replace", 1),
-        ("replace", 3),
-        ("unlink", 1),
-    ],
-)
-def test_a_killed_run_started_again_leaves_what_an_undisturbed_run_writes(
-    tmp_path: Path, moment: str, number: int
-) -> None:
-    precompute(StubSource.of(20), StubEncoder(), tmp_path / "undisturbed", rows=(0, 20), shard_size=8)
-
-    status, first = run(tmp_path / "killed", moment, number)
-    assert status == -9, "the child was to kill itself"
-    visible = published(tmp_path / "killed")
-    done = {row for path in visible for row in range(*map(int, path.stem.split("-")))}
-    status, second = run(tmp_path / "killed", moment="encode", number=1000)
-
-    assert status == 0
-    assert files(tmp_path / "killed") == files(tmp_path / "undisturbed")
-    assert sorted(second) == sorted(set(range(20)) - done), "published rows were encoded again, or others forgotten"
-    assert done <= set(first)
+def done(folder: Path) -> set[int]:
+    """Rows in published shards."""
+    return {row for index in published(folder) for row in range(*rows_of(index))}
 
 
 def test_a_shard_is_visible_only_when_it_is_complete(tmp_path: Path) -> None:
-    seen = []
+    seen = set()
 
     class Watching(StubEncoder):
         def encode(self, row):
-            seen.append([path.name for path in published(tmp_path)])
+            for index in published(tmp_path):
+                assert list(Shard(index).verify()) == []
+                seen.add(index.name)
             return super().encode(row)
 
-    precompute(StubSource.of(10), Watching(), tmp_path, rows=(0, 10), shard_size=5)
-    assert seen[:5] == [[]] * 5
-    assert seen[5:] == [["00000000-00000005.json"]] * 5
+    precompute(StubSource.of(200), Watching(), tmp_path, rows=(0, 200), shard_size=5)
+    assert len(seen) > 10

@@ -14,7 +14,7 @@ from diffusers import AutoencoderKLQwenImage
 from PIL import Image
 from safetensors.torch import load_file
 
-from qie.encode.images import show
+from qie.encode.images import show, to_pixels
 from qie.encode.sizes import choose_view
 from qie.encode.text import PromptEncoder
 from qie.predict import Painter
@@ -27,7 +27,7 @@ CASES = json.loads((GOLDEN / "cases.json").read_text())
 CPU = torch.device("cpu")
 
 
-# The golden files were made with Pillow 13, which resizes otherwise than the last Pillow for Python 3.10.
+# The golden files were made with Pillow 13, which resizes otherwise than Pillow 12.
 needs_golden_pillow = pytest.mark.skipif(
     int(PIL.__version__.partition(".")[0]) < 13, reason="golden files need Pillow 13"
 )
@@ -55,14 +55,15 @@ def golden_images(case: dict) -> list[Image.Image]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_embeddings_equal_the_released_pipelines_bit_for_bit(case: dict, encoders, expected) -> None:
     encoder = encoders[case["family"]]
-    (embeds,) = encoder.encode([encoder.look(golden_images(case))], [case["prompt"]])
+    (embeds,) = encoder.encode([encoder.see(encoder.patches(golden_images(case)))], [case["prompt"]])
     assert torch.equal(embeds.prompt, expected[case["name"]])
 
 
 @needs_golden_pillow
 def test_the_null_prompt_continued_on_the_cache_is_the_null_prompt_encoded_whole(encoders, expected) -> None:
     case = next(case for case in CASES if case["name"] == "edit.gray")
-    (embeds,) = encoders["edit"].encode([encoders["edit"].look(golden_images(case))], [case["prompt"]])
+    encoder = encoders["edit"]
+    (embeds,) = encoder.encode([encoder.see(encoder.patches(golden_images(case)))], [case["prompt"]])
     whole = expected["edit.null"]
     assert embeds.empty.shape == whole.shape
     assert embeds.shared_prefix > 50
@@ -94,7 +95,7 @@ def test_latents_equal_the_pipelines(tiny_edit: Path, encoder) -> None:
     pixels = pipeline.image_processor.preprocess(image, small.height, small.width).unsqueeze(2)
     with torch.no_grad():
         reference = pipeline._encode_vae_image(pixels, generator=None)[0]
-    latent = encoder.vae.encode(small)
+    latent = encoder.vae.encode(to_pixels(small))
     assert reference.std() > 0.3
     assert (latent - reference).abs().max() <= 1e-5
 

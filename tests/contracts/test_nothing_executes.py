@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from qie.errors import QieError, ShardError, UsageError
+from qie.shards.index import read_index
+from qie.shards.reader import Shard, ShardSet
 from qie.shards.record import decode
-from qie.shards.storage import find_indexes
+from qie.shards.storage import find_indexes, published
+from qie.shards.writer import ShardWriter
 from qie.training.checkpoint import load_checkpoint
+from tests.builders import RECIPE
 from tests.conftest import ROOT
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "subprocess", "joblib", "pty"}
@@ -76,10 +81,33 @@ def test_a_pipe_is_refused_and_runs_nothing(tmp_path: Path, place: str) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+OPENERS: list[Callable[[str], object]] = [
+    read_index,
+    Shard,
+    published,
+    lambda place: ShardSet.open([place]),
+    lambda place: ShardWriter(place, 0, 1, RECIPE),
+]
+
+
+@pytest.mark.parametrize("open_place", OPENERS, ids=["read_index", "Shard", "published", "ShardSet", "ShardWriter"])
+@pytest.mark.parametrize("place", ["pipe:touch {}", "Pipe:touch {}", "pipe:touch {}; cat /00000000-00000001.json"])
+def test_whoever_opens_shards_refuses_a_pipe(tmp_path: Path, open_place: Callable[[str], object], place: str) -> None:
+    with pytest.raises(UsageError, match="shell"):
+        open_place(place.format(tmp_path / "ran"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pickle_in_place_of_an_index_is_refused_and_does_nothing(tmp_path: Path) -> None:
+    index = tmp_path / "00000000-00000001.json"
+    index.write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
+    with pytest.raises(ShardError):
+        Shard(index)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_member_name_cannot_leave_the_shard(tmp_path: Path) -> None:
     """Nothing is ever extracted: names are looked up in the index, and those that are no keys are refused."""
-    from qie.shards.index import read_index
-
     index = tmp_path / "00000000-00000001.json"
     index.write_text(
         '{"format_version":1,"start":0,"stop":1,"filesize":1,"sha256":"","recipe":{"digest":"x"},"files":{"../x":{}}}'

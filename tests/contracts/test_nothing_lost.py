@@ -10,7 +10,7 @@ import pytest
 from qie.data import open_stream
 from qie.data.sources import open_source
 from qie.errors import RowError
-from qie.precompute import precompute
+from qie.precompute import Settings, precompute
 from qie.shards.reader import ShardSet
 from qie.shards.storage import published
 from qie.stats import summarise
@@ -71,6 +71,6 @@ def test_a_skipped_row_is_not_tried_again_until_it_changes(broken: Path, encoder
 
 def test_on_error_stop_names_the_row_and_leaves_no_half_shard(broken: Path, encoder, tmp_path: Path) -> None:
     with pytest.raises(RowError) as caught:
-        precompute(open_source(broken), encoder, tmp_path / "shards", rows=(0, 6), on_error="stop")
+        precompute(open_source(broken), encoder, tmp_path / "shards", rows=(0, 6), settings=Settings(on_error="stop"))
     assert "row 0" in str(caught.value) and "no control image" in str(caught.value)
     assert list((tmp_path / "shards").iterdir()) == []

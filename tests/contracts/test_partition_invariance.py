@@ -10,6 +10,7 @@ import pytest
 from qie.data.sources import open_source
 from qie.precompute import precompute
 from qie.shards.reader import ShardSet
+from tests.lives import ROWS, SHARD_SIZE, Lives
 from tests.stubs import StubEncoder, StubSource
 
 
@@ -57,6 +58,21 @@ def test_any_split_in_any_order_gives_the_same_samples(tmp_path: Path, seed: int
     assert records(tmp_path / "split") == records(tmp_path / "whole")
     encoded = [row for encoder in encoders for row in encoder.encoded]
     assert len(encoded) == len(set(encoded)) == 48, "a row was encoded twice, or never"
+
+
+def test_eight_processes_at_once_write_what_one_writes(tmp_path: Path) -> None:
+    precompute(StubSource.of(ROWS), StubEncoder(), tmp_path / "whole", rows=(0, ROWS), shard_size=SHARD_SIZE)
+    draw = random.Random(0)
+    with Lives() as lives:
+        for grid, name in ((1, "anywhere"), (SHARD_SIZE, "on boundaries")):
+            cuts = sorted(draw.sample(range(grid, ROWS, grid), 7))
+            ranges = list(zip([0, *cuts], [*cuts, ROWS], strict=True))
+            _, encoded = lives.live(tmp_path / name, ranges=draw.sample(ranges, 8))
+            assert sorted(encoded) == list(range(ROWS))
+            assert records(tmp_path / name) == records(tmp_path / "whole")
+        _, encoded = lives.live(tmp_path / "all on one range", ranges=[(0, ROWS)] * 8)
+    assert files(tmp_path / "on boundaries") == files(tmp_path / "whole") == files(tmp_path / "all on one range")
+    assert sorted(encoded) == list(range(ROWS)), "two processes encoded the same row, or none did"
 
 
 def test_a_row_encodes_to_the_same_bytes_whatever_was_encoded_before_it(photos: Path, encoder) -> None:

@@ -22,7 +22,8 @@ from qie.shards.index import (
     read_index,
     shard_stem,
 )
-from qie.types import Shape
+from qie.stores import File, LocalFolder
+from qie.types import Row, Shape
 from tests.builders import RECIPE, make_entry, make_recipe, make_sample, make_skipped, mutated_json
 
 Values = dict[str, Any]
@@ -66,6 +67,43 @@ def test_an_index_survives_its_file(tmp_path: Path) -> None:
     assert read_index(write(tmp_path, index.to_json() + "\n")) == index
 
 
+@pytest.mark.parametrize(
+    "kind", [str, Path, File.at, lambda path: f"file://{path}"], ids=["str", "Path", "File", "URL"]
+)
+def test_an_index_is_read_from_a_path_a_file_or_a_url(
+    tmp_path: Path, kind: Callable[[Path], File | str | Path]
+) -> None:
+    path = write(tmp_path, make_index().to_json())
+
+    assert read_index(kind(path)) == make_index()
+
+
+def test_an_index_is_read_from_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, make_index().to_json())
+    monkeypatch.chdir(tmp_path)
+
+    assert read_index(path.name) == read_index(File(LocalFolder(Path()), path.name)) == make_index()
+
+
+def test_an_entry_says_what_its_row_and_its_sample_say() -> None:
+    sample = make_sample(1, controls=((2, 3), (4, 6)), masked=True, clipped=2)
+    row = Row(8, "naïve 日本", b"target", (b"control",), "prompt", source="mine", variant=3)
+
+    entry = Entry.of(replace(sample, notes=("only the first frame is used",)), row)
+
+    assert (entry.row, entry.name, entry.source, entry.variant) == (8, "naïve 日本", "mine", 3)
+    assert (entry.key, entry.shape, entry.tokens, entry.empty_tokens) == (sample.key, sample.shape, 9, 7)
+    assert (entry.clipped, entry.notes) == (2, ("only the first frame is used",))
+
+
+def test_an_index_from_before_sources_and_versions_is_read(tmp_path: Path) -> None:
+    values = json.loads(make_index().to_json())
+    for one in values["samples"] + values["skipped"]:
+        del one["source"], one["variant"]
+
+    assert read_index(write(tmp_path, json.dumps(values))) == make_index()
+
+
 def test_an_index_of_no_rows_survives_its_file(tmp_path: Path) -> None:
     index = ShardIndex(8, 8, 10240, "3" * 64, RECIPE, {}, (), ())
 
@@ -92,7 +130,14 @@ def test_an_index_has_the_fields_of_the_format() -> None:
     assert set(values) == named
     assert values["format_version"] == 1
     assert values["samples"][1]["shape"] == {"target": [4, 6], "controls": [[2, 3], [4, 6]]}
-    assert values["skipped"] == [{"row": 10, "name": "row 10", "reason": "the target is no image", "key": None}]
+    assert set(values["samples"][0]) == {
+        *("row", "name", "source", "variant", "key", "shape", "tokens", "empty_tokens"),
+        *("tensor_bytes", "clipped", "notes"),
+    }
+    reason = "the target is no image"
+    assert values["skipped"] == [
+        {"row": 10, "name": "row 10", "reason": reason, "key": None, "source": "", "variant": 0}
+    ]
 
 
 # Names
@@ -151,13 +196,13 @@ def test_a_missing_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(set(Entry.__dataclass_fields__) - {"clipped"}))
+@pytest.mark.parametrize("name", sorted(set(Entry.__dataclass_fields__) - {"source", "variant"}))
 def test_a_missing_field_of_a_sample_is_refused_by_name(tmp_path: Path, name: str) -> None:
     found = changed(tmp_path, lambda values: values["samples"][0].pop(name)).found
     assert found == f"samples.0.{name}: Field required"
 
 
-@pytest.mark.parametrize("name", sorted(set(Skipped.__dataclass_fields__) - {"key"}))
+@pytest.mark.parametrize("name", sorted(set(Skipped.__dataclass_fields__) - {"key", "source", "variant"}))
 def test_a_missing_field_of_a_skipped_row_is_refused_by_name(tmp_path: Path, name: str) -> None:
     found = changed(tmp_path, lambda values: values["skipped"][0].pop(name)).found
     assert found == f"skipped.0.{name}: Field required"
@@ -212,7 +257,7 @@ def test_a_row_that_is_in_neither_list_is_refused(tmp_path: Path) -> None:
     error = changed(tmp_path, lambda values: values["skipped"].clear())
 
     assert error.what == "the rows of the index do not add up"
-    assert error.expected == "each of [8, 12) once"
+    assert error.expected == "each of [8, 12), its versions from 0"
 
 
 def test_a_row_that_is_in_both_lists_is_refused(tmp_path: Path) -> None:
@@ -285,6 +330,95 @@ def test_a_member_without_a_sample_is_refused(tmp_path: Path) -> None:
 
     assert error.what == "the samples and the members of the index differ"
     assert error.found == ["extra"]
+
+
+# Several versions of a row
+
+
+def make_versions(*found: str | tuple[int, int], start: int = 8, stop: int = 12) -> ShardIndex:
+    """An index of rows by (row, version); `str` is a skipped one, such as "9.1"."""
+    sample = make_sample(0)
+    entries = [replace(make_entry(sample, one[0]), variant=one[1]) for one in found if isinstance(one, tuple)]
+    gone = [tuple(map(int, one.split("."))) for one in found if isinstance(one, str)]
+    skipped = [replace(make_skipped(row), variant=variant) for row, variant in gone]
+    files = {member_name(sample.key): Member(512, 4000, "1" * 64)} if entries else {}
+    return ShardIndex(start, stop, 20480, "3" * 64, RECIPE, files, tuple(entries), tuple(skipped))
+
+
+SOUND_VERSIONS: dict[str, list[str | tuple[int, int]]] = {
+    "one each": [(8, 0), (9, 0), (10, 0), (11, 0)],
+    "several": [(8, 0), (8, 1), (8, 2), (9, 0), (10, 0), (10, 1), (11, 0)],
+    "the first skipped": ["8.0", (8, 1), (9, 0), (10, 0), (11, 0)],
+    "one between skipped": [(8, 0), "8.1", (8, 2), (9, 0), (10, 0), (11, 0)],
+    "the last skipped": [(8, 0), (9, 0), (10, 0), (11, 0), (11, 1), "11.2"],
+    "all skipped": ["8.0", "8.1", "9.0", "10.0", "11.0", "11.1"],
+}
+
+
+@pytest.mark.parametrize("found", SOUND_VERSIONS.values(), ids=SOUND_VERSIONS)
+def test_versions_of_a_row_survive_their_file(tmp_path: Path, found: list[str | tuple[int, int]]) -> None:
+    index = make_versions(*found)
+
+    assert read_index(write(tmp_path, index.to_json())) == index
+
+
+def test_accounts_are_all_versions_of_all_rows_in_order() -> None:
+    index = make_versions((10, 1), (8, 0), (10, 0), (11, 0), "10.2", "9.0", "8.1")
+
+    found = [(type(one).__name__, one.row, one.variant) for one in index.accounts]
+
+    assert found == [
+        ("Entry", 8, 0),
+        ("Skipped", 8, 1),
+        ("Skipped", 9, 0),
+        ("Entry", 10, 0),
+        ("Entry", 10, 1),
+        ("Skipped", 10, 2),
+        ("Entry", 11, 0),
+    ]
+
+
+BROKEN_VERSIONS: dict[str, list[str | tuple[int, int]]] = {
+    "a gap": [(8, 0), (8, 2), (9, 0), (10, 0), (11, 0)],
+    "a gap before a skipped one": [(8, 0), "8.2", (9, 0), (10, 0), (11, 0)],
+    "none with number 0": [(8, 1), (9, 0), (10, 0), (11, 0)],
+    "none with number 0, the last row": [(8, 0), (9, 0), (10, 0), (11, 1)],
+    "one twice": [(8, 0), (8, 1), (8, 1), (9, 0), (10, 0), (11, 0)],
+    "one twice, first": [(8, 0), (8, 0), (8, 1), (9, 0), (10, 0), (11, 0)],
+    "one in both lists": [(8, 0), (8, 1), "8.1", (9, 0), (10, 0), (11, 0)],
+    "two that make up for each other": [(8, 0), (8, 0), (9, 1), (9, 2), (10, 0), (11, 0)],
+    "a missing row": [(8, 0), (8, 1), (10, 0), (11, 0)],
+    "a missing first row": [(9, 0), (9, 1), (10, 0), (11, 0)],
+    "a missing last row": [(8, 0), (9, 0), (10, 0), (10, 1)],
+    "versions of a row before": [(7, 0), (7, 1), (8, 0), (9, 0), (10, 0), (11, 0)],
+    "versions of a row behind": [(8, 0), (9, 0), (10, 0), (11, 0), (12, 0), (12, 1)],
+    "a later version of a row behind": [(8, 0), (9, 0), (10, 0), (11, 0), (12, 1)],
+    "a row behind in place of one": [(8, 0), (9, 0), (10, 0), "12.0"],
+    "none at all": [],
+}
+
+
+@pytest.mark.parametrize("found", BROKEN_VERSIONS.values(), ids=BROKEN_VERSIONS)
+def test_versions_that_do_not_add_up_are_refused(tmp_path: Path, found: list[str | tuple[int, int]]) -> None:
+    error = refused(write(tmp_path, make_versions(*found).to_json()))
+
+    assert error.what == "the rows of the index do not add up"
+
+
+@pytest.mark.parametrize("value", [None, "0", 0.0, True, -1, 2**64, []], ids=str)
+@pytest.mark.parametrize("part", ["samples", "skipped"])
+def test_a_version_that_is_no_whole_number_is_refused(tmp_path: Path, part: str, value: object) -> None:
+    found = changed(tmp_path, lambda values: values[part][0].update(variant=value)).found
+
+    assert str(found).startswith(f"{part}.0.variant: ")
+
+
+@pytest.mark.parametrize("value", [None, 0, ["mine"]], ids=str)
+@pytest.mark.parametrize("part", ["samples", "skipped"])
+def test_a_source_that_is_no_name_is_refused(tmp_path: Path, part: str, value: object) -> None:
+    found = changed(tmp_path, lambda values: values[part][0].update(source=value)).found
+
+    assert str(found).startswith(f"{part}.0.source: ")
 
 
 # And any other damage

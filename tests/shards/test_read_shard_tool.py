@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from qie.shards.index import Entry, member_name
+from qie.errors import ShardError
+from qie.shards.index import Entry, member_name, read_index
 from qie.shards.record import encode
 from qie.shards.writer import ShardWriter
 from qie.types import Sample
@@ -30,6 +31,7 @@ from tests.builders import (
     mutated_json,
     split_record,
     write_shard,
+    write_versions,
 )
 
 TOOL = ROOT / "tools" / "read_shard.py"
@@ -90,6 +92,98 @@ def test_it_needs_no_package_to_list_a_shard(tar: Path) -> None:
         "       2  skipped       'row 2'  'the target is no image'",
         f"       3  {PLAIN.key[:12]}  'row 3'  sizes 4x6 4x6  tokens 9 7",
     ]
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Path:
+    """Rows 0 to 2 of source mine: two versions, of which the first is skipped; three, two of them equal; one."""
+    write_versions(tmp_path, [[None, RICH], [PLAIN, RICH, PLAIN], [PLAIN]], source="mine")
+    return tmp_path / "00000000-00000003.tar"
+
+
+def test_it_lists_the_versions_of_a_row(versions: Path) -> None:
+    result = run(versions)
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        "rows [0, 3): 5 samples in 2 records, 1 skipped",
+        f"recipe {RECIPE.digest}",
+        "       0  skipped       'mine' 'row 0'  'the target is no image'",
+        f"     0.1  {RICH.key[:12]}  'mine' 'row 0'  sizes 4x6 2x3 4x6  tokens 9 7",
+        f"       1  {PLAIN.key[:12]}  'mine' 'row 1'  sizes 4x6 4x6  tokens 9 7",
+        f"     1.1  {RICH.key[:12]}  'mine' 'row 1'  sizes 4x6 2x3 4x6  tokens 9 7",
+        f"     1.2  {PLAIN.key[:12]}  'mine' 'row 1'  sizes 4x6 4x6  tokens 9 7",
+        f"       2  {PLAIN.key[:12]}  'mine' 'row 2'  sizes 4x6 4x6  tokens 9 7",
+    ]
+
+
+def test_versions_of_a_row_in_another_order_are_a_fault(versions: Path) -> None:
+    rewrite(versions, lambda values: values["samples"].insert(1, values["samples"].pop(2)))
+
+    assert faults(versions) == [
+        "index: order of rows and versions in samples: [(0, 1), (1, 1), (1, 0), (1, 2), (2, 0)] "
+        "where [(0, 1), (1, 0), (1, 1), (1, 2), (2, 0)] is due"
+    ]
+
+
+def test_a_fault_in_the_record_of_a_version_names_the_version(versions: Path) -> None:
+    rewrite(versions, lambda values: values["samples"][2].update(clipped=0))
+
+    assert faults(versions) == ["row 1.1: clipped: 3 where 0 is due"]
+
+
+@pytest.mark.parametrize("missing", [["source", "variant"], ["source"], ["variant"]], ids=" and ".join)
+def test_it_accepts_an_index_from_before_sources_and_versions(tar: Path, missing: list[str]) -> None:
+    expected = run(tar).stdout
+
+    def strip(values: dict[str, Any]) -> None:
+        for one in values["samples"] + values["skipped"]:
+            for name in missing:
+                del one[name]
+
+    rewrite(tar, strip)
+    result = run(tar)
+
+    assert (result.returncode, result.stderr, result.stdout) == (0, "", expected)
+
+
+# What the rows and versions become, and whether that is still an index. They were: of the skipped one (0, 0), of the
+# samples (0, 1), (1, 0), (1, 1), (1, 2), (2, 0).
+RENUMBERED: dict[str, tuple[list[tuple[int, int]], bool]] = {
+    "as it is": ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)], True),
+    "the skipped one last": ([(0, 1), (0, 0), (1, 0), (1, 1), (1, 2), (2, 0)], True),
+    "other counts": ([(1, 1), (0, 0), (1, 0), (2, 0), (2, 1), (2, 2)], True),
+    "a gap": ([(0, 0), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)], False),
+    "a gap at the end": ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 3), (2, 0)], False),
+    "no first": ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 1)], False),
+    "one twice": ([(0, 0), (0, 0), (1, 0), (1, 1), (1, 2), (2, 0)], False),
+    "one in both lists": ([(1, 0), (0, 0), (1, 0), (1, 1), (1, 2), (2, 0)], False),
+    "one row's for another's": ([(0, 0), (0, 0), (1, 1), (1, 2), (1, 3), (2, 0)], False),
+    "a row missing": ([(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (2, 0)], False),
+    "a row behind": ([(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)], False),
+    "a version of a row behind": ([(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 1)], False),
+    "a row before": ([(-1, 0), (0, 0), (1, 0), (1, 1), (1, 2), (2, 0)], False),
+    "a version before": ([(0, 0), (0, 1), (1, -1), (1, 0), (1, 1), (2, 0)], False),
+}
+
+
+@pytest.mark.parametrize(("numbers", "sound"), RENUMBERED.values(), ids=RENUMBERED)
+def test_it_and_qie_accept_the_same_versions(versions: Path, numbers: list[tuple[int, int]], sound: bool) -> None:
+    def renumber(values: dict[str, Any]) -> None:
+        for one, (row, variant) in zip(values["skipped"] + values["samples"], numbers, strict=True):
+            one.update(row=row, variant=variant)
+
+    rewrite(versions, renumber)
+
+    result = run(versions)
+
+    assert result.returncode == (0 if sound else 1), result.stderr
+    if sound:
+        assert len(read_index(versions.with_suffix(".json")).accounts) == 6
+    else:
+        assert result.stderr.startswith("index: ")
+        with pytest.raises(ShardError):
+            read_index(versions.with_suffix(".json"))
 
 
 def test_it_lists_a_shard_whose_rows_are_all_skipped(tmp_path: Path) -> None:
@@ -261,9 +355,19 @@ INDEX_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "range": (lambda v: v.update(stop=5), "index: range, by its name: '00000000-00000005'"),
     "digest": (lambda v: v["recipe"].update(digest="0" * 16), "index: digest of the recipe: '0000000000000000'"),
     "recipe": (lambda v: v["recipe"].update(areas_px=[1]), f"index: digest of the recipe: '{RECIPE.digest}'"),
-    "row gone": (lambda v: v["skipped"].clear(), "index: its rows are not each of [0, 4) once"),
-    "row twice": (lambda v: v["skipped"][0].update(row=3), "index: its rows are not each of [0, 4) once"),
-    "order": (lambda v: v["samples"].reverse(), "index: order of rows in samples: [3, 1, 0] where [0, 1, 3] is due"),
+    "row gone": (lambda v: v["skipped"].clear(), "index: its rows are not each of [0, 4)"),
+    "row in place of another": (lambda v: v["skipped"][0].update(row=3), "index: its rows are not each of [0, 4)"),
+    "row outside": (lambda v: v["samples"][2].update(row=4), "index: its rows are not each of [0, 4)"),
+    "row twice": (lambda v: v["skipped"].append(v["skipped"][0]), "index: the versions of its rows are not numbered "),
+    "no version 0": (lambda v: v["skipped"][0].update(variant=1), "index: the versions of its rows are not numbered "),
+    "row no number": (lambda v: v["samples"][0].update(row="0"), "index: types in row 0: "),
+    "version no number": (lambda v: v["samples"][0].update(variant=False), "index: types in row 0: "),
+    "source no name": (lambda v: v["samples"][1].update(source=None), "index: types in row 1: "),
+    "unknown field": (lambda v: v["skipped"][0].update(colour=1), "index: fields of row 2: "),
+    "order": (
+        lambda v: v["samples"].reverse(),
+        "index: order of rows and versions in samples: [(3, 0), (1, 0), (0, 0)] where [(0, 0), (1, 0), (3, 0)] is due",
+    ),
     "field gone": (lambda v: v["samples"][1].pop("tokens"), "index: fields of row 1: "),
     "file gone": (lambda v: v["files"].pop(FILE), "index: names of files, by samples: "),
     "key": (lambda v: v["samples"][1].update(key="K" * 64), "index: names that hold no key: "),

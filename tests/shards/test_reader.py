@@ -1,4 +1,4 @@
-"""Reading shards back: the right samples, without copies, and every kind of damage found."""
+"""Reading shards back, from wherever they lie: the right samples, on disks without copies; all damage is found."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from qie.shards.index import Member, ShardIndex, member_name
 from qie.shards.reader import Shard, ShardSet, require_disjoint
 from qie.shards.record import encode
 from qie.shards.writer import ShardWriter
+from qie.stores import File, MissingError, StoreError, open_folder
+from qie.stores.objects import ObjectFolder
 from qie.types import Sample
 from tests.builders import (
     RECIPE,
@@ -26,7 +28,9 @@ from tests.builders import (
     make_skipped,
     mutated_json,
     write_shard,
+    write_versions,
 )
+from tests.s3 import S3
 
 STEM = "00000000-00000003"
 SAMPLES = [make_sample(0), make_sample(1, controls=((2, 3), (4, 6)), masked=True), make_sample(2)]
@@ -63,6 +67,14 @@ def test_a_shard_gives_back_its_samples(path: Path) -> None:
 
     for entry, sample in zip(shard.index.samples, SAMPLES, strict=True):
         assert_same(shard.load(entry), sample)
+
+
+@pytest.mark.parametrize("kind", [str, Path, File.at, "file://{}".format], ids=["path", "Path", "File", "URL"])
+def test_a_shard_is_opened_by_a_path_a_file_or_a_url(path: Path, kind: Callable[[Path], Any]) -> None:
+    shard = Shard(kind(path))
+
+    assert shard.file.path == path.with_suffix(".tar")
+    assert_same(shard.load(shard.index.samples[1]), SAMPLES[1])
 
 
 def test_a_sound_shard_verifies_without_a_fault(path: Path) -> None:
@@ -102,6 +114,17 @@ def test_a_sample_outlives_its_shard(path: Path) -> None:
     del shard
 
     assert_same(sample, SAMPLES[0])
+
+
+def test_a_shard_that_is_kept_open_outlives_its_tar(path: Path) -> None:
+    shard = Shard(path)
+    shard.keep_open()
+    write_shard(path.parent, SAMPLES[::-1])
+    path.with_suffix(".tar").unlink()
+
+    assert_same(shard.load(shard.index.samples[0]), SAMPLES[0])
+    assert shard.verified_record(shard.index.samples[1]) == encode(SAMPLES[1], RECIPE.digest)
+    assert list(shard.verify()) == []
 
 
 def test_a_verified_record_is_the_record(path: Path) -> None:
@@ -189,7 +212,7 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ShardError, match="the header is longer than the record") as error:
         shard.load(shard.index.samples[0])
-    assert str(error.value.where) == f"{shard.path}, {SAMPLES[0].key}"
+    assert str(error.value.where) == f"{shard.file}, {SAMPLES[0].key}"
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
@@ -199,13 +222,62 @@ def test_a_flipped_payload_bit_is_found_by_verify(path: Path, row: int) -> None:
 
     tar = path.with_suffix(".tar")
     assert list(Shard(path).verify()) == [
-        f"{tar}: its SHA-256 is not the one in its index",
         f"{tar}: {member_name(SAMPLES[row].key)} is damaged",
+        f"{tar}: its SHA-256 is not the one in its index",
     ]
 
 
-def test_a_flipped_bit_between_the_records_is_found_by_verify(path: Path) -> None:
-    flip(path.with_suffix(".tar"), 0)
+def test_all_that_is_damaged_is_named_in_the_order_of_the_tar(path: Path) -> None:
+    shard = Shard(path)
+    for row in (2, 0):
+        flip(path.with_suffix(".tar"), member_of(shard, row).offset + 100)
+
+    assert list(shard.verify()) == [
+        f"{shard.file}: {member_name(SAMPLES[0].key)} is damaged",
+        f"{shard.file}: {member_name(SAMPLES[2].key)} is damaged",
+        f"{shard.file}: its SHA-256 is not the one in its index",
+    ]
+
+
+@pytest.mark.parametrize("place", ["before the first", "between", "behind the last"])
+def test_a_flipped_bit_outside_the_records_is_found_by_verify(path: Path, place: str) -> None:
+    shard = Shard(path)
+    second, last = member_of(shard, 1), member_of(shard, 2)
+    flip(
+        path.with_suffix(".tar"),
+        {"before the first": 0, "between": second.offset - 1, "behind the last": last.offset + last.size}[place],
+    )
+
+    assert list(Shard(path).verify()) == [f"{path.with_suffix('.tar')}: its SHA-256 is not the one in its index"]
+
+
+def test_a_flipped_bit_anywhere_is_found_by_verify(path: Path) -> None:
+    dice = random.Random(0)
+    tar = path.with_suffix(".tar")
+    content = tar.read_bytes()
+
+    for offset in [*dice.sample(range(len(content)), 40), len(content) - 1]:
+        flip(tar, offset, bit=dice.randrange(8))
+        faults = list(Shard(path).verify())
+        tar.write_bytes(content)
+
+        assert faults[-1] == f"{tar}: its SHA-256 is not the one in its index"
+
+
+def test_a_shard_without_samples_verifies(tmp_path: Path) -> None:
+    write_shard(tmp_path, [None])
+    shard = Shard(tmp_path / "00000000-00000001.json")
+    assert list(shard.verify()) == []
+
+    flip(tmp_path / "00000000-00000001.tar", 5000)
+
+    assert list(shard.verify()) == [f"{shard.file}: its SHA-256 is not the one in its index"]
+
+
+def test_members_that_lie_over_each_other_are_no_reason_to_fail(path: Path) -> None:
+    """Whatever an index says, each member is hashed where it is said to be, and the whole is another one."""
+    name, other = (member_name(SAMPLES[row].key) for row in (0, 1))
+    rewrite(path, lambda values: values["files"].update({name: values["files"][other]}))
 
     assert list(Shard(path).verify()) == [f"{path.with_suffix('.tar')}: its SHA-256 is not the one in its index"]
 
@@ -258,6 +330,12 @@ def _outcomes(path: Path) -> set[type]:
 
 
 # Several shards
+
+
+def letters_of(layout: list[str]) -> list[list[Sample | None]]:
+    """The samples of rows, each spelled as its versions; "-" is a version that is skipped."""
+    known = {letter: make_sample(ord(letter)) for letter in "abcdef"}
+    return [[known.get(letter) for letter in row] for row in layout]
 
 
 def many(folder: Path, *shards: list[Sample | None]) -> list[Shard]:
@@ -415,3 +493,247 @@ def test_skipped_rows_keep_their_reasons(tmp_path: Path) -> None:
         writer.publish()
 
     assert ShardSet.open([tmp_path]).skipped == [make_skipped(1, "no control image")]
+
+
+# Several versions of a row
+
+VERSIONS = {
+    "one each": (["a", "b", "c"], [0, 1, 2]),
+    "several": (["abc", "d", "ef"], [0, 0, 0, 3, 4, 4]),
+    "some skipped": (["-ab", "c-", "--", "d-e"], [0, 0, 2, 3, 3]),
+    "equal versions": (["aa", "ba", "ab"], [0, 0, 2, 2, 4, 4]),
+    "equal rows": (["a", "a", "a"], [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize(("layout", "expected"), VERSIONS.values(), ids=VERSIONS)
+def test_the_versions_of_a_row_have_one_number(tmp_path: Path, layout: list[str], expected: list[int]) -> None:
+    write_versions(tmp_path, letters_of(layout))
+
+    shards = ShardSet.open([tmp_path])
+
+    assert shards.rows == expected
+    spelled = [(row, variant, letter) for row, word in enumerate(layout) for variant, letter in enumerate(word)]
+    assert [(entry.row, entry.variant) for entry in shards.entries] == [
+        (row, variant) for row, variant, letter in spelled if letter != "-"
+    ]
+    assert [(gone.row, gone.variant) for gone in shards.skipped] == [
+        (row, variant) for row, variant, letter in spelled if letter == "-"
+    ]
+
+
+def test_every_version_of_a_row_is_loaded_by_its_position(tmp_path: Path) -> None:
+    rows = letters_of(["ab", "-c", "d", "aef"])
+    write_versions(tmp_path, rows[:2])
+    write_versions(tmp_path, rows[2:], start=2)
+
+    shards = ShardSet.open([tmp_path])
+
+    expected = [sample for versions in rows for sample in versions if sample]
+    assert len(shards) == 7
+    for position, sample in enumerate(expected):
+        assert_same(shards.load(position), sample)
+
+
+def test_rows_of_several_shards_are_not_mixed_up(tmp_path: Path) -> None:
+    for start, layout in [(0, ["ab", "c"]), (2, ["--", "-"]), (4, ["a", "bcd"]), (6, ["-e"])]:
+        write_versions(tmp_path, letters_of(layout), start=start)
+
+    assert ShardSet.open([tmp_path]).rows == [0, 0, 2, 3, 4, 4, 4, 7]
+
+
+def test_rows_of_equal_number_in_several_folders_are_not_mixed_up(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        write_versions(tmp_path / name, letters_of(["ab", "c"]), source=name)
+
+    shards = ShardSet.open([tmp_path / name for name in ("two", "one", "three")])
+
+    assert shards.rows == [0, 0, 2, 3, 3, 5, 6, 6, 8]
+    assert [entry.source for entry in shards.entries] == ["two"] * 3 + ["one"] * 3 + ["three"] * 3
+
+
+# In a bucket
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """Two shards: rows 0 to 2 are SAMPLES, row 1 has a second version, which is skipped, as is row 4."""
+    write_versions(tmp_path / "local", [[SAMPLES[0]], [SAMPLES[1], None], [SAMPLES[2]]])
+    write_versions(tmp_path / "local", [[make_sample(3), SAMPLES[0]], [None]], start=3)
+    return tmp_path / "local"
+
+
+@pytest.fixture
+def remote(s3: S3, local: Path) -> str:
+    """The URL of a copy of `local`."""
+    folder = open_folder(f"{s3.url}/copies/shards")
+    for path in local.iterdir():
+        folder.upload(path.name, path)
+    return folder.url
+
+
+def place_of(remote: str, stem: str = STEM) -> str:
+    return f"{remote}/{stem}.json"
+
+
+def damage(remote: str, change: Callable[[bytearray], object], stem: str = STEM) -> None:
+    folder = open_folder(remote)
+    content = bytearray(folder.read(f"{stem}.tar"))
+    change(content)
+    folder.write(f"{stem}.tar", bytes(content))
+
+
+PLACES = ["", "/", "/*.tar", "/0*.json", "/{00000000-00000003,00000003-00000005}.tar"]
+
+
+@pytest.mark.parametrize("ending", PLACES, ids=["folder", "slash", "tars", "indexes", "braces"])
+def test_shards_in_a_bucket_give_what_their_copies_give(local: Path, remote: str, ending: str) -> None:
+    here, there = ShardSet.open([local]), ShardSet.open([f"{remote}{ending}"])
+
+    assert (there.recipe, there.entries, there.skipped, there.rows) == (
+        here.recipe,
+        here.entries,
+        here.skipped,
+        here.rows,
+    )
+    for position in range(len(here)):
+        assert_same(there.load(position), here.load(position))
+
+
+def test_records_in_a_bucket_are_their_copies_byte_by_byte(local: Path, remote: str) -> None:
+    here, there = Shard(local / f"{STEM}.json"), Shard(place_of(remote))
+
+    for entry in here.index.samples:
+        assert there.record(entry) == here.record(entry)
+        assert there.verified_record(entry) == here.verified_record(entry)
+
+
+def test_a_shard_in_a_bucket_verifies_without_a_fault(remote: str) -> None:
+    assert [list(Shard(f"{remote}/{name}").verify()) for name in (f"{STEM}.json", "00000003-00000005.json")] == [[], []]
+
+
+def test_damage_in_a_bucket_is_found_by_verify(remote: str) -> None:
+    shard = Shard(place_of(remote))
+    member = member_of(shard, 1)
+
+    def flip_two(content: bytearray) -> None:
+        content[0] ^= 1
+        content[member.offset + 99] ^= 1
+
+    damage(remote, flip_two)
+
+    assert list(shard.verify()) == [
+        f"{remote}/{STEM}.tar: {member_name(SAMPLES[1].key)} is damaged",
+        f"{remote}/{STEM}.tar: its SHA-256 is not the one in its index",
+    ]
+    with pytest.raises(ShardError, match="a record is damaged") as error:
+        shard.verified_record(shard.index.samples[1])
+    assert str(error.value.where) == f"{remote}/{STEM}.tar, {SAMPLES[1].key}"
+
+
+def test_members_in_a_bucket_that_lie_over_each_other_are_no_reason_to_fail(remote: str) -> None:
+    folder = open_folder(remote)
+    values = json.loads(folder.read(f"{STEM}.json"))
+    name, other = (member_name(SAMPLES[row].key) for row in (0, 1))
+    values["files"][name] = values["files"][other]
+    folder.write(f"{STEM}.json", json.dumps(values).encode())
+
+    assert list(Shard(place_of(remote)).verify()) == [f"{remote}/{STEM}.tar: its SHA-256 is not the one in its index"]
+
+
+def test_verifying_reads_each_byte_of_a_tar_once(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Shard(place_of(remote))
+    ranges: list[tuple[int, int | None]] = []
+    read = ObjectFolder.read
+
+    def counted(self: ObjectFolder, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        ranges.append((start, stop))
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(ObjectFolder, "read", counted)
+    assert list(shard.verify()) == []
+
+    assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+    assert ranges[-1][1] == shard.index.filesize
+
+
+def test_loading_from_a_bucket_reads_one_record_and_nothing_else(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Shard(place_of(remote))
+    member = member_of(shard, 2)
+    asked: list[tuple[str, int, int | None]] = []
+    read = ObjectFolder.read
+
+    def counted(self: ObjectFolder, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        asked.append((name, start, stop))
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(ObjectFolder, "read", counted)
+    assert_same(shard.load(shard.index.samples[2]), SAMPLES[2])
+
+    assert asked == [(f"{STEM}.tar", member.offset, member.offset + member.size)]
+
+
+def test_writing_to_a_latent_from_a_bucket_changes_no_other_load(remote: str) -> None:
+    shards = ShardSet.open([remote])
+
+    shards.load(0).pixel_latent.zero_()
+
+    assert_same(shards.load(0), SAMPLES[0])
+
+
+def test_a_tar_that_is_missing_from_a_bucket_is_refused(remote: str) -> None:
+    open_folder(remote).delete(f"{STEM}.tar")
+
+    with pytest.raises(ShardError, match="the shard is missing") as error:
+        Shard(place_of(remote))
+    assert str(error.value.where) == f"{remote}/{STEM}.tar"
+
+
+def test_a_tar_in_a_bucket_that_is_cut_short_is_refused(remote: str) -> None:
+    size = Shard(place_of(remote)).index.filesize
+    damage(remote, lambda content: content.__delitem__(slice(-1, None)))
+
+    with pytest.raises(ShardError, match="the shard is cut short") as error:
+        Shard(place_of(remote))
+    assert (error.value.expected, error.value.found) == (f"{size} bytes", f"{size - 1} bytes")
+
+
+def test_a_tar_that_is_cut_after_opening_is_an_error_and_never_fewer_bytes(remote: str) -> None:
+    shard = Shard(place_of(remote))
+    damage(remote, lambda content: content.__delitem__(slice(member_of(shard, 2).offset + 10, None)))
+
+    with pytest.raises(StoreError, match="a file is too short"):
+        shard.load(shard.index.samples[2])
+    open_folder(remote).delete(f"{STEM}.tar")
+    with pytest.raises(MissingError):
+        shard.load(shard.index.samples[2])
+
+
+def test_an_index_that_is_missing_from_a_bucket_is_refused(remote: str) -> None:
+    with pytest.raises(ShardError, match="the index cannot be read") as error:
+        Shard(place_of(remote, "00000009-00000010"))
+    assert str(error.value.where) == place_of(remote, "00000009-00000010")
+
+
+def test_keeping_a_shard_in_a_bucket_open_asks_for_nothing(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = Shard(place_of(remote))
+    monkeypatch.delattr(ObjectFolder, "read")
+
+    shard.keep_open()
+
+
+def test_the_same_rows_in_a_bucket_and_on_a_disk_are_two_sources(local: Path, remote: str) -> None:
+    shards = ShardSet.open([local, remote])
+
+    assert shards.rows == [0, 1, 2, 3, 3, 5, 6, 7, 8, 8]
+    assert shards.keys[:5] == shards.keys[5:]
+
+
+def test_overlapping_shards_in_a_bucket_are_refused(remote: str, local: Path) -> None:
+    write_shard(local, [SAMPLES[0]], start=2)
+    for path in local.glob("00000002-*"):
+        open_folder(remote).upload(path.name, path)
+
+    with pytest.raises(ShardError, match="two shards hold the same rows") as error:
+        ShardSet.open([f"{remote}/*.tar", remote])
+    assert str(error.value.where) == f"{remote}/00000002-00000003.tar"

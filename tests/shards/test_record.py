@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from qie.errors import ShardError
 from qie.shards.record import decode, encode, tensor_bytes
@@ -109,6 +109,42 @@ def test_the_metadata_is_one_canonical_string() -> None:
         "qie": '{"clipped":3,"control_shapes":[[16,1,2,3],[16,1,4,6]],"format_version":1,'
         f'"key":"{sample.key}","prompt":"naïve \\"日本\\"\\n","recipe":"{RECIPE.digest}","shared_prefix":5}}'
     }
+
+
+@pytest.mark.parametrize("shared_prefix", [0, 5, 7], ids=lambda prefix: f"prefix {prefix}")
+@pytest.mark.parametrize("masked", [False, True], ids=["without mask", "with mask"])
+@pytest.mark.parametrize("controls", [((4, 6),), ((2, 3), (4, 6))], ids=["one control", "two controls"])
+def test_a_record_is_what_safetensors_saves_byte_by_byte(
+    controls: tuple[tuple[int, int], ...], masked: bool, shared_prefix: int
+) -> None:
+    """The tail of a null prompt that is all prefix is a tensor of no bytes."""
+    sample = make_sample(15, controls=controls, masked=masked, shared_prefix=shared_prefix, prompt="naïve 日本")
+    stored = {
+        "pixel_latent": sample.pixel_latent,
+        "control_latent": sample.control_latent[0],
+        "prompt_embed": sample.prompt_embed,
+        "prompt_embeds_mask": sample.prompt_embeds_mask,
+        "empty_prompt_embed": sample.empty_prompt_embed[shared_prefix:].clone(),
+        "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask,
+    }
+    if len(controls) > 1:
+        stored["control_latent"] = torch.cat([latent.flatten() for latent in sample.control_latent])
+    if sample.loss_mask is not None:
+        stored["loss_mask"] = sample.loss_mask
+
+    record = encode(sample, RECIPE.digest)
+
+    header = json.loads(record[8 : 8 + int.from_bytes(record[:8], "little")])
+    assert record == save(stored, header["__metadata__"])
+    assert type(record) is bytes
+
+
+def test_the_tensors_of_a_record_begin_at_a_multiple_of_eight() -> None:
+    """Torch and numpy read them where they lie; whatever the length of the prompt."""
+    for length in range(9):
+        record = encode(make_sample(16, prompt="x" * length), RECIPE.digest)
+
+        assert (8 + int.from_bytes(record[:8], "little")) % 8 == 0
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -428,8 +464,6 @@ def test_a_mask_of_another_size_than_what_it_masks_is_refused(name: str, shape: 
 
 
 def test_a_record_of_another_writer_is_refused() -> None:
-    from safetensors.torch import save
-
     assert refused(save({"weight": torch.ones(2)}, {"format": "pt"})) == "the record was not written by qie"
 
 

@@ -1,0 +1,139 @@
+"""Rows of CSV files. Opening notes where each row starts; a row is parsed when it is asked for."""
+
+from __future__ import annotations
+
+import csv
+import io
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from qie.data.sources.cells import Cells
+from qie.data.sources.columns import Roles, checked_roles
+from qie.data.sources.files import File, source_size
+from qie.data.sources.lines import Lines, TextRows, wide_fields
+from qie.data.sources.places import Place
+from qie.errors import RowError, SourceError
+from qie.types import Row
+
+
+@dataclass(frozen=True)
+class CsvSource:
+    """Rows of a CSV file: UTF-8, divided by commas, with a header. Cells with commas, quotes or newlines are quoted."""
+
+    rows: TextRows
+    header: tuple[str, ...]
+    roles: Roles
+
+    @classmethod
+    def open(cls, place: Place, file: File) -> CsvSource:
+        """Note where the rows start.
+
+        Raises:
+            SourceError: the file is not there, is not UTF-8, lacks a column, has one twice, holds no row, does not
+                close a quote, or names two rows the same.
+        """
+        size = source_size(file)
+        starts, lines, hashes = array("q"), array("q"), array("q")
+        with wide_fields(), file.open() as stream:
+            text = Lines(stream, file.where)
+            records = _records(text, file)
+            header = _header(next(records, None), file)
+            roles = checked_roles(header, file.where, _divided_otherwise(header))
+            name = header.index(roles.name) if roles.name else len(header)
+            for start, line, cells in records:
+                starts.append(start)
+                lines.append(line)
+                named = isinstance(cells, list) and len(cells) > name and cells[name] != ""
+                hashes.append(hash(cells[name]) if isinstance(cells, list) and named else len(hashes))
+            starts.append(text.offset)
+        if not lines:
+            raise SourceError("the CSV holds no rows", where=file.where, found="a header alone")
+        rows = TextRows(file, place, size, np.array(starts), np.array(lines))
+        source = cls(rows, header, roles)
+        if roles.name:
+            rows.check_names(hashes, source.name)
+        return source
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def name(self, index: int) -> str:
+        if self.roles.name is None:
+            return self.rows.label(index)
+        try:
+            return self._cells(index).name(self.rows.label(index))
+        except RowError:
+            return self.rows.label(index)
+
+    def part(self, index: int) -> str:
+        del index
+        return ""
+
+    def read(self, index: int) -> Row:
+        cells = self._cells(index)
+        return cells.row(range(len(self))[index], cells.name(self.rows.label(index)))
+
+    def _cells(self, index: int) -> Cells:
+        where = self.rows.where(index)
+        try:
+            text = self.rows.content(index).decode()
+            # Divided as when it was opened: at \n alone, not at what else Unicode calls the end of a line.
+            with wide_fields():
+                cells = next(csv.reader(io.StringIO(text, newline="\n"), strict=True), [])
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise RowError("the row is no CSV", where=where, found=str(error)) from error
+        if len(cells) != len(self.header):
+            raise RowError(
+                "the row has another number of cells than the header",
+                where=where,
+                expected=f"{len(self.header)} cells",
+                found=f"{len(cells)} cells",
+                hint="quote cells that hold commas or newlines",
+            )
+        return Cells(dict(zip(self.header, cells, strict=True)), self.roles, where, self.rows.place)
+
+
+def _records(lines: Lines, file: File) -> Iterator[tuple[int, int, list[str] | csv.Error]]:
+    """Offset, first line and cells of each record, or what is wrong with one that takes a line, which reading it says.
+
+    Raises SourceError when the fault takes several lines: an open quote swallows rows, and where it should have been
+    closed cannot be known.
+    """
+    reader = csv.reader(iter(lines), strict=True)
+    while True:
+        start, line = lines.offset, lines.number + 1
+        cells: list[str] | csv.Error
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if lines.number > line:
+                raise SourceError(
+                    "a quote is not closed where it should be",
+                    where=f"{file.where}, line {line}",
+                    found=str(error),
+                    hint='a quote inside of a quoted cell is written twice: ""',
+                ) from error
+            cells = error
+        if cells != []:
+            yield start, line, cells
+
+
+def _header(record: tuple[int, int, list[str] | csv.Error] | None, file: File) -> tuple[str, ...]:
+    if record is None or isinstance(record[2], csv.Error):
+        found = "nothing" if record is None else str(record[2])
+        raise SourceError("the CSV has no header", where=file.where, expected="a line of column names", found=found)
+    header = tuple(cell.strip() for cell in record[2])
+    twice = sorted({name for name in header if name and header.count(name) > 1})
+    if twice:
+        raise SourceError("two columns have the same name", where=file.where, found=", ".join(twice))
+    return header
+
+
+def _divided_otherwise(header: tuple[str, ...]) -> str | None:
+    other = next((mark for mark in (";", "\t", "|") if len(header) == 1 and mark in header[0]), None)
+    return f"divide columns by commas instead of {other!r}" if other else None

@@ -1,0 +1,176 @@
+"""Folders of images, paired by name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+from qie.data.sources.files import File, row_bytes
+from qie.data.sources.places import Place
+from qie.errors import RowError, SourceError
+from qie.types import Row
+
+TARGET_FOLDERS = ("training_images", "images", "target_images")
+CONTROL_FOLDERS = ("control_images", "control")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+
+_BESIDE = re.compile(r"(.*)_(mask|control_\d+)")
+_CONTROL = re.compile(r"(.*)_control_\d+")
+_PROMPT = re.compile(r"(.*)_prompt_\d+")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two folders: its images' endings by stem, and the stems of its texts."""
+
+    place: Place
+    endings: dict[str, str]
+    texts: frozenset[str]
+
+    @classmethod
+    def list(cls, place: Place) -> Side:
+        """List a folder. Raises SourceError for two images of one stem: which of them is meant cannot be known."""
+        endings: dict[str, str] = {}
+        texts = []
+        for name in place.names():
+            stem, ending = os.path.splitext(name)  # noqa: PTH122 - a million Path objects take long
+            if ending == ".txt":
+                texts.append(stem)
+            if ending.lower() not in IMAGE_SUFFIXES or name.startswith("."):
+                continue
+            if stem in endings:
+                raise SourceError(
+                    "two images have the same name",
+                    where=place.file(name).where,
+                    found=stem + endings[stem],
+                    hint="rename or delete one",
+                )
+            endings[stem] = ending
+        return cls(place, endings, frozenset(texts))
+
+    def image(self, stem: str) -> File | None:
+        return self.place.file(stem + self.endings[stem]) if stem in self.endings else None
+
+    def text(self, stem: str) -> File | None:
+        return self.place.file(f"{stem}.txt") if stem in self.texts else None
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """Images in two folders, paired by name.
+
+        training_images/x.png   the target, with x.txt (in either folder) as its prompt
+        control_images/x.png    its first control; x_control_1.png, x_control_2.png … are further ones
+        x_mask.png              its mask, in either folder
+        x_prompt_1.txt …        further captions, in either folder
+
+    Rows are in the order of the targets' names. A target whose control or prompt is missing is a row that cannot be
+    read, not a row that is left out: it keeps its index and its reason is reported.
+    """
+
+    targets: Side
+    controls: Side
+    stems: tuple[str, ...]
+    more_controls: dict[str, tuple[str, ...]]
+    more_prompts: dict[str, tuple[str, ...]]
+
+    @classmethod
+    def open(cls, place: Place) -> FolderSource:
+        """List the folder. Raises SourceError when its layout is another one, or it holds no target."""
+        targets, controls = (Side.list(_first_folder(place, names)) for names in (TARGET_FOLDERS, CONTROL_FOLDERS))
+        stems = tuple(sorted(stem for stem in targets.endings if not _stands_beside(stem, targets.endings)))
+        if not stems:
+            raise SourceError(
+                "the source holds no target images",
+                where=targets.place.where,
+                expected=f"files ending in {', '.join(IMAGE_SUFFIXES)}",
+            )
+        # `x_prompt_1.txt` beside an image of that name is that row's prompt, not another one of `x`.
+        texts = (stem for stem in targets.texts | controls.texts if stem not in targets.endings)
+        return cls(targets, controls, stems, _further(_CONTROL, controls.endings), _further(_PROMPT, texts))
+
+    def __len__(self) -> int:
+        return len(self.stems)
+
+    def name(self, index: int) -> str:
+        return self.stems[index]
+
+    def part(self, index: int) -> str:
+        del index
+        return ""
+
+    def read(self, index: int) -> Row:
+        stem = self.stems[index]
+        target, control = self.targets.image(stem), self.controls.image(stem)
+        assert target is not None
+        if control is None:
+            expected = f"{self.controls.place.file(stem).where}.png (or another image ending)"
+            raise RowError("no control image", where=stem, expected=expected)
+        if self._text(stem) is None:
+            raise RowError("no prompt", where=stem, expected=f"{self.targets.place.file(stem).where}.txt")
+        mask = self.targets.image(f"{stem}_mask") or self.controls.image(f"{stem}_mask")
+        controls = [control, *(self.controls.image(name) for name in self._more(self.more_controls, stem, "control"))]
+        prompts = [self._text(name) for name in (stem, *self._more(self.more_prompts, stem, "prompt"))]
+        prompt, *more_prompts = (_decoded(text) for text in prompts if text)
+        return Row(
+            index=range(len(self))[index],
+            name=stem,
+            target=row_bytes(target),
+            controls=tuple(row_bytes(image) for image in controls if image),
+            prompt=prompt,
+            mask=row_bytes(mask) if mask else None,
+            more_prompts=tuple(more_prompts),
+        )
+
+    def _text(self, stem: str) -> File | None:
+        return self.targets.text(stem) or self.controls.text(stem)
+
+    def _more(self, further: dict[str, tuple[str, ...]], stem: str, what: str) -> list[str]:
+        found = further.get(stem, ())
+        expected = [f"{stem}_{what}_{number}" for number in range(1, len(found) + 1)]
+        if set(found) != set(expected):
+            raise RowError(
+                f"its {what}s are not numbered 1, 2, 3 … without gaps", where=stem, found=", ".join(sorted(found))
+            )
+        return expected
+
+
+def _stands_beside(stem: str, targets: Container[str]) -> bool:
+    """Whether an image is the mask or a further control of another one, by its name and by that one being there."""
+    match = _BESIDE.fullmatch(stem)
+    return match is not None and match[1] in targets
+
+
+def _further(pattern: re.Pattern[str], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Names that continue another one by a number, by that other one."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        if match := pattern.fullmatch(name):
+            found[match[1]] = (*found.get(match[1], ()), name)
+    return {stem: tuple(sorted(several)) for stem, several in found.items()}
+
+
+def _first_folder(place: Place, names: tuple[str, ...]) -> Place:
+    folders = place.folders()
+    for name in names:
+        if name in folders:
+            return place.child(name)
+    found = [name + "/" * (name in folders) for name in place.names()]
+    raise SourceError(
+        "the source has another layout",
+        where=place.where,
+        expected=f"a folder {' or '.join(f'{name}/' for name in names)}",
+        found=", ".join(found[:8]) or "an empty folder",
+        hint="for a table of rows, name the .csv, .jsonl, .parquet or .tar itself",
+    )
+
+
+def _decoded(file: File) -> str:
+    try:
+        return row_bytes(file).decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise RowError(
+            "the prompt is not UTF-8", where=file.where, found=f"byte {error.object[error.start]:#x}"
+        ) from error

@@ -1,0 +1,124 @@
+"""Rows of JSONL files. Opening notes where each line starts; a line is parsed when it is asked for."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from qie.data.sources.cells import Cells
+from qie.data.sources.columns import checked_roles, roles_of
+from qie.data.sources.files import File, source_size
+from qie.data.sources.lines import TextRows, line_starts
+from qie.data.sources.places import Place
+from qie.errors import RowError, SourceError
+from qie.types import Row
+
+_LOOKED_AT = 100  # lines whose keys are looked at when a file is opened
+
+
+@dataclass(frozen=True)
+class JsonlSource:
+    """Rows of a JSONL file: UTF-8, one JSON object per line. Each line's own keys say what is in it."""
+
+    rows: TextRows
+    named: bool
+
+    @classmethod
+    def open(cls, place: Place, file: File) -> JsonlSource:
+        """Note where the lines start, and look at the keys of the first ones.
+
+        Raises:
+            SourceError: the file is not there, holds no line of JSON, lacks a key, or names two rows the same.
+        """
+        size = source_size(file)
+        with file.open() as stream:
+            starts, lines = line_starts(stream)
+        if not len(lines):
+            raise SourceError(
+                "the JSONL holds no rows", where=file.where, found="nothing" if size == 0 else "blank lines"
+            )
+        rows = TextRows(file, place, size, starts, lines)
+        source = cls(rows, named=False)
+        if checked_roles(source._first_keys(), file.where).name:
+            source = cls(rows, named=True)
+            rows.check_names(array("q", source._hashes()), source.name)
+        return source
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def name(self, index: int) -> str:
+        try:
+            return self._cells(index).name(self.rows.label(index)) if self.named else self.rows.label(index)
+        except RowError:
+            return self.rows.label(index)
+
+    def part(self, index: int) -> str:
+        del index
+        return ""
+
+    def read(self, index: int) -> Row:
+        cells, label = self._cells(index), self.rows.label(index)
+        return cells.row(range(len(self))[index], cells.name(label) if self.named else label)
+
+    def _cells(self, index: int) -> Cells:
+        where = self.rows.where(index)
+        values = _parsed(self.rows.content(index), where)
+        try:
+            return Cells(values, roles_of(tuple(values)), where, self.rows.place)
+        except ValueError as error:
+            raise RowError("two keys have the same name", where=where, found=str(error)) from error
+
+    def _first_keys(self) -> list[str]:
+        """The keys of the first lines, each in one spelling. Raises SourceError when none of them is a row."""
+        keys: dict[str, str] = {}
+        fault: RowError | None = None
+        for index in range(min(len(self), _LOOKED_AT)):
+            try:
+                for key in _parsed(self.rows.content(index), self.rows.where(index)):
+                    keys.setdefault(key.strip().lower(), key)
+            except RowError as error:
+                fault = fault or error
+        if fault and not keys:
+            raise SourceError(
+                "no line is a row",
+                where=fault.where,
+                expected="a JSON object per line",
+                found=fault.found or fault.what,
+            )
+        return list(keys.values())
+
+    def _hashes(self) -> Iterator[int]:
+        """A hash of each row's name, or its index; read in one go."""
+        with self.rows.file.open() as stream:
+            for index, (start, stop) in enumerate(pairwise(self.rows.starts.tolist())):
+                stream.seek(start)
+                try:
+                    values = json.loads(stream.read(stop - start))
+                    name = values.get(roles_of(tuple(values)).name) if isinstance(values, dict) else None
+                except (ValueError, RecursionError):
+                    name = None
+                yield hash(str(name)) if name else index
+
+
+def _parsed(content: bytes, where: str) -> dict[str, object]:
+    """A line of JSON. Raises RowError when it is no object, or has a key twice."""
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise RowError("the line is not UTF-8", where=where, found=f"byte {error.object[error.start]:#x}") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError("the line is no JSON", where=where, found=str(error)) from error
+    if not isinstance(value, dict):
+        raise RowError("the line is no JSON object", where=where, found=type(value).__name__)
+    return value
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key stands twice")
+    return values

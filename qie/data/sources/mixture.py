@@ -1,0 +1,122 @@
+"""Several sources as one, in the order they are given."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qie.errors import SourceError
+from qie.types import Row
+
+if TYPE_CHECKING:
+    from qie.data.sources.source import Source
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One source of a mixture.
+
+    Attributes:
+        source: whatever `open_source` understands.
+        name: what it is called in the mixture; the name of its file or folder when None.
+        weight: how often its rows are drawn, relative to those of the others; sources only carry it.
+    """
+
+    source: str
+    name: str | None = None
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str) or not self.source:
+            raise SourceError("a source of a mixture has no place", expected="source: a path or URL", found=self.source)
+        if self.name is not None and (not isinstance(self.name, str) or not self.name):
+            raise SourceError("the name of a source is no text", where=self.source, found=repr(self.name))
+        number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
+        if not number or not math.isfinite(self.weight) or self.weight <= 0:
+            raise SourceError(
+                "the weight of a source is no positive number", where=self.source, found=repr(self.weight)
+            )
+
+    @classmethod
+    def of(cls, spec: str | Path | SourceSpec | Mapping[str, object]) -> SourceSpec:
+        """A spec as it may be written. Raises SourceError for another type, or fields that are unknown or wrong."""
+        if isinstance(spec, SourceSpec):
+            return spec
+        if isinstance(spec, (str, Path)):
+            return cls(str(spec))
+        known = [field.name for field in fields(cls)]
+        if not isinstance(spec, Mapping) or "source" not in spec or set(spec) - set(known):
+            found = ", ".join(map(str, spec)) if isinstance(spec, Mapping) else type(spec).__name__
+            raise SourceError("a source of a mixture is described wrongly", expected=", ".join(known), found=found)
+        values = dict(spec)
+        if isinstance(values["source"], Path):
+            values["source"] = str(values["source"])
+        return cls(**values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source in a mixture, its name there, and its weight."""
+
+    name: str
+    weight: float
+    source: Source
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The rows of several sources, one source after the other. Indices count through all of them."""
+
+    parts: tuple[Part, ...]
+    stops: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sources: Sequence[tuple[SourceSpec, Source]]) -> Mixture:
+        """A mixture of opened sources. Raises SourceError when there are none, or two have one name."""
+        parts = tuple(Part(spec.name or _stem(spec.source), spec.weight, source) for spec, source in sources)
+        if not parts:
+            raise SourceError("a mixture of no sources")
+        names = [part.name for part in parts]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise SourceError(
+                    "two sources of a mixture have the same name",
+                    where=sources[number][0].source,
+                    found=f"{name}, as of {sources[names.index(name)][0].source}",
+                    hint="give each a name of its own: {source: …, name: …}",
+                )
+        return cls(parts, tuple(accumulate(len(part.source) for part in parts)))
+
+    def __len__(self) -> int:
+        return self.stops[-1]
+
+    def name(self, index: int) -> str:
+        part, within = self._find(index)
+        return part.source.name(within)
+
+    def part(self, index: int) -> str:
+        return self._find(index)[0].name
+
+    def read(self, index: int) -> Row:
+        part, within = self._find(index)
+        return replace(part.source.read(within), index=range(len(self))[index], source=part.name)
+
+    def _find(self, index: int) -> tuple[Part, int]:
+        index = range(len(self))[index]
+        number = bisect_right(self.stops, index)
+        return self.parts[number], index - (self.stops[number] - len(self.parts[number].source))
+
+
+def _stem(place: str) -> str:
+    """The last part of a place that is a name and no pattern, without its ending."""
+    for part in reversed(place.partition("?")[0].rstrip("/").split("/")):
+        stem = re.sub(r"\.(csv|jsonl|ndjson|parquet|tar)$", "", part.partition("@")[0], flags=re.IGNORECASE)
+        if stem not in ("", ".", "..", "~") and not re.search(r"[*?\[{]", stem):
+            return stem
+    return "source"

@@ -1,0 +1,185 @@
+"""Rows of parquet files, read by row groups."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from qie.data.sources.cells import Cells
+from qie.data.sources.columns import Roles, checked_roles
+from qie.data.sources.extras import library
+from qie.data.sources.files import File, source_size
+from qie.data.sources.lines import equal_pairs
+from qie.data.sources.places import Place
+from qie.errors import RowError, SourceError
+from qie.types import Row
+
+CACHED_GROUPS = 2
+
+
+@dataclass(frozen=True)
+class ParquetFile:
+    """One file.
+
+    Attributes:
+        file: the file.
+        place: the folder it lies in, in which its paths are.
+        size: its bytes when it was opened.
+        start: the index of its first row in the source.
+        starts: the index of each row group's first row in the file, and the number of rows.
+        names: the column of the rows' names, if there is one.
+    """
+
+    file: File
+    place: Place
+    size: int
+    start: int
+    starts: tuple[int, ...]
+    names: Any = field(compare=False, repr=False)
+
+    def label(self, row: int) -> str:
+        name = self.names[row].as_py() if self.names is not None else None
+        return f"{self.file.name}[{row}]" if name in (None, "") else str(name)
+
+
+@dataclass(frozen=True)
+class ParquetSource:
+    """Rows of one or more parquet files of equal columns.
+
+    Parquet cannot be read by the row: a row group is read whole, and the last ones are kept for the rows beside it.
+    Rows in order cost little; rows in random order cost a row group each: for live training, write small ones.
+    """
+
+    files: tuple[ParquetFile, ...]
+    roles: Roles
+    groups: Groups = field(default_factory=lambda: Groups(), compare=False, repr=False)
+
+    @classmethod
+    def open(cls, files: Sequence[tuple[Place, File]]) -> ParquetSource:
+        """Read the files' footers, and the rows' names if they have any.
+
+        Raises:
+            SourceError: a file is not there, is no parquet, has other columns than the first or lacks one, there are
+                no rows, two have one name, or pyarrow is not installed.
+        """
+        opened: list[ParquetFile] = []
+        columns: list[str] = []
+        roles: Roles | None = None
+        for place, file in files:
+            with _opened(file) as parquet:
+                found = parquet.schema_arrow.names
+                columns = columns or found
+                if found != columns:
+                    raise SourceError(
+                        "parquet files have other columns", where=file.where, expected=columns, found=found
+                    )
+                roles = roles or checked_roles(columns, file.where)
+                counts = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+                start = opened[-1].start + opened[-1].starts[-1] if opened else 0
+                starts = tuple(np.cumsum([0, *counts]).tolist())
+                names = _names(parquet, roles.name, file) if roles.name else None
+                opened.append(ParquetFile(file, place, source_size(file), start, starts, names))
+        if roles is None or not opened[-1].start + opened[-1].starts[-1]:
+            raise SourceError("the parquet holds no rows", where=files[0][1].where if files else None)
+        source = cls(tuple(opened), roles)
+        if roles.name:
+            source._check_names()
+        return source
+
+    def __len__(self) -> int:
+        return self.files[-1].start + self.files[-1].starts[-1]
+
+    def name(self, index: int) -> str:
+        file, row = self._find(index)
+        return file.label(row)
+
+    def part(self, index: int) -> str:
+        del index
+        return ""
+
+    def read(self, index: int) -> Row:
+        return self._cells(index).row(range(len(self))[index], self.name(index))
+
+    def _find(self, index: int) -> tuple[ParquetFile, int]:
+        index = range(len(self))[index]
+        file = self.files[bisect_right(self.files, index, key=lambda file: file.start) - 1]
+        return file, index - file.start
+
+    def _cells(self, index: int) -> Cells:
+        file, row = self._find(index)
+        where = f"{file.file.where}, row {row}"
+        group = bisect_right(file.starts, row) - 1
+        table = self.groups.read(file, group, self.roles.used(), where)
+        values = table.slice(row - file.starts[group], 1).to_pylist()[0]
+        return Cells(values, self.roles, where, file.place)
+
+    def _check_names(self) -> None:
+        hashes = (hash(str(name)) for file in self.files for name in file.names.to_pylist())
+        for first, second in equal_pairs(np.fromiter(hashes, np.int64, len(self))):
+            if (name := self.name(first)) == self.name(second):
+                raise SourceError(
+                    "two rows have the same name",
+                    where=self.files[0].file.where,
+                    found=f"{name!r} in rows {first} and {second}",
+                    hint="give each row a name of its own, or call the column something else",
+                )
+
+
+class Groups:
+    """The row groups that were read last, for all threads of a process; another process starts with none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type[Groups], tuple[()]]:
+        return Groups, ()
+
+    def read(self, file: ParquetFile, group: int, columns: list[str], where: str) -> Any:
+        """Row group `group` of a file. Who asks for one that another thread is reading waits for it.
+
+        Raises:
+            RowError: it is damaged.
+            SourceError: the file changed.
+        """
+        key = (file.start, group)
+        with self._lock:
+            if key not in self._tables:
+                while len(self._tables) >= CACHED_GROUPS:  # before reading: there are never more in memory
+                    self._tables.popitem(last=False)
+                if source_size(file.file) != file.size:
+                    raise SourceError("the source changed since it was opened", where=file.file.where, hint="run again")
+                try:
+                    with _opened(file.file) as parquet:
+                        self._tables[key] = parquet.read_row_group(group, columns=columns)
+                except (OSError, library("pyarrow").ArrowException) as error:
+                    raise RowError("the parquet is damaged", where=where, found=str(error)) from error
+            self._tables.move_to_end(key)
+            return self._tables[key]
+
+
+@contextmanager
+def _opened(file: File) -> Iterator[Any]:
+    """The file, opened by pyarrow. Raises SourceError when it is not there or is no parquet."""
+    reader = library("pyarrow.parquet")
+    source_size(file)
+    with file.open() as stream:
+        try:
+            parquet = reader.ParquetFile(stream)
+        except (OSError, library("pyarrow").ArrowException) as error:
+            raise SourceError("the file is no parquet", where=file.where, found=str(error)) from error
+        yield parquet
+
+
+def _names(parquet: Any, column: str, file: File) -> Any:
+    try:
+        return parquet.read(columns=[column])[column]
+    except (OSError, library("pyarrow").ArrowException) as error:
+        raise SourceError("the parquet is damaged", where=file.where, found=str(error)) from error

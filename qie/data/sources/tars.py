@@ -1,0 +1,221 @@
+"""Raw WebDataset tars: members of one key are a row.
+
+Keys are webdataset's own: `dir/000.control_1.png` is the member `control_1.png` of the row `dir/000`. Members of a row
+stand together.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qie.data.sources.cells import Cells
+from qie.data.sources.columns import NAME, PROMPT, PROMPT_LIST, checked_roles, roles_of
+from qie.data.sources.files import File, LocalFile, source_size
+from qie.data.sources.folder import IMAGE_SUFFIXES
+from qie.data.sources.tar_members import iter_members
+from qie.errors import RowError, SourceError
+from qie.types import Row
+
+REMOTE_BUFFER_BYTES = 256 * 2**10
+PARALLEL_TARS = 16
+
+# webdataset.tariterators.base_plus_ext, and the members that its tar_file_iterator passes over. Hidden files are passed
+# over in folders, too: of the `d/._x.png` that macOS packs beside `d/x.png` webdataset makes a row `d/`.
+_MEMBER = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
+_META = re.compile(r"__[^/]*__($|/)")
+_TEXT = re.compile(rf"({'|'.join(PROMPT)})(_[0-9]+)?")
+_SHORT = {"": "image", "source": "source_image", "input": "input_image"}
+_JSON = "json"
+
+
+@dataclass(frozen=True)
+class Tar:
+    """Where the rows of a tar are.
+
+    Attributes:
+        file: the tar.
+        size: its bytes when it was opened.
+        endings: what follows the key in members' names, each once.
+        members: [members, 3] offset, bytes and ending of each.
+        stops: [rows] the number of members up to the end of each row.
+        keys: all rows' keys, UTF-8, one after the other.
+        key_stops: [rows] where each key ends.
+    """
+
+    file: File
+    size: int
+    endings: tuple[str, ...]
+    members: NDArray[np.int64] = field(compare=False, repr=False)
+    stops: NDArray[np.int64] = field(compare=False, repr=False)
+    keys: bytes = field(repr=False)
+    key_stops: NDArray[np.int64] = field(compare=False, repr=False)
+
+    @classmethod
+    def open(cls, file: File) -> Tar:
+        """Read the headers. Raises SourceError when it is not there, cut, or holds a member twice."""
+        size = source_size(file)
+        endings: dict[str, int] = {}
+        members, stops, key_stops, keys = array("q"), array("q"), array("q"), bytearray()
+        current, seen = None, set[str]()
+        with file.open(REMOTE_BUFFER_BYTES) as stream:
+            for name, offset, file_bytes in iter_members(stream, size, file.where):
+                match = _MEMBER.fullmatch(name)
+                if match is None or _META.match(name) or match[1].endswith("/"):
+                    continue
+                key, ending = match[1], match[2].lower()
+                if key != current:
+                    if current is not None:
+                        stops.append(len(members) // 3)
+                    current = key
+                    seen.clear()
+                    keys += key.encode("utf-8", "surrogateescape")
+                    key_stops.append(len(keys))
+                if ending in seen:
+                    raise SourceError("the tar holds a file twice", where=f"{file.where}, byte {offset}", found=name)
+                seen.add(ending)
+                members.extend((offset, file_bytes, endings.setdefault(ending, len(endings))))
+        if current is not None:
+            stops.append(len(members) // 3)
+        shaped = np.array(members, np.int64).reshape(-1, 3)
+        return cls(file, size, tuple(endings), shaped, np.array(stops), bytes(keys), np.array(key_stops))
+
+    def __len__(self) -> int:
+        return len(self.stops)
+
+    def key(self, row: int) -> str:
+        start = int(self.key_stops[row - 1]) if row else 0
+        return self.keys[start : int(self.key_stops[row])].decode("utf-8", "replace")
+
+    def row(self, row: int) -> dict[str, tuple[int, int]]:
+        """Offset and bytes of the row's members, by ending."""
+        start = int(self.stops[row - 1]) if row else 0
+        members = self.members[start : int(self.stops[row])].tolist()
+        return {self.endings[ending]: (offset, size) for offset, size, ending in members}
+
+
+@dataclass(frozen=True)
+class TarSource:
+    """Rows of WebDataset tars, in the order of the tars and in theirs.
+
+    target.png, or one image alone      the target; columns' names count as well: edited_image.webp
+    control.png, control_1.png …        the controls; source.png and input.png as well
+    txt, prompt.txt, caption            the prompt; prompt_1.txt … are further ones
+    json                                without those: an object with a prompt, named as columns are
+    mask.png                            the mask
+    """
+
+    tars: tuple[Tar, ...]
+    starts: tuple[int, ...]
+    rows: int
+
+    @classmethod
+    def open(cls, files: Sequence[File]) -> TarSource:
+        """Read the headers of all tars; remote ones several at once, in requests of 256 kB.
+
+        Raises:
+            SourceError: a tar is not there, cut or damaged, there are no rows, or no member holds a target, control or
+                prompt.
+        """
+        threads = 1 if all(isinstance(file, LocalFile) for file in files) else PARALLEL_TARS
+        with ThreadPoolExecutor(threads) as pool:
+            tars = tuple(pool.map(Tar.open, files))
+        stops = np.cumsum([len(tar) for tar in tars]).tolist()
+        if not stops or not stops[-1]:
+            raise SourceError(
+                "the tar holds no rows",
+                where=files[0].where if files else None,
+                expected="members such as 000.target.png",
+            )
+        endings = sorted({ending for tar in tars for ending in tar.endings})
+        columns = dict.fromkeys(column for ending in endings if (column := _column(ending)))
+        checked_roles([*columns, *(PROMPT[:1] if _JSON in endings else ())], files[0].where, _present(endings))
+        return cls(tars, (0, *stops[:-1]), stops[-1])
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def name(self, index: int) -> str:
+        tar, row = self._find(index)
+        return f"{tar.file.name}/{tar.key(row)}"
+
+    def part(self, index: int) -> str:
+        del index
+        return ""
+
+    def read(self, index: int) -> Row:
+        tar, row = self._find(index)
+        return _cells(tar, row).row(range(self.rows)[index], self.name(index))
+
+    def _find(self, index: int) -> tuple[Tar, int]:
+        index = range(self.rows)[index]
+        number = bisect_right(self.starts, index) - 1
+        return self.tars[number], index - self.starts[number]
+
+
+def _cells(tar: Tar, row: int) -> Cells:
+    """What a row's members say. Raises RowError for two that say the same, or a text that is none."""
+    where = f"{tar.file.where}, {tar.key(row)}"
+    members = tar.row(row)
+    endings: dict[str, str] = {}
+    for ending in members:
+        if (column := _column(ending)) and endings.setdefault(column, ending) != ending:
+            raise RowError("two files of a row say the same", where=where, found=f"{endings[column]}, {ending}")
+    roles = roles_of(tuple(endings))
+    values: dict[str, object] = dict.fromkeys(endings)
+    for column in roles.used():
+        offset, size = members[endings[column]]
+        content = tar.file.read_range(offset, offset + size, tar.size)
+        values[column] = _text(content, where) if _is_text(column) else content
+    if roles.prompt is None and _JSON in members:
+        offset, size = members[_JSON]
+        values.update(_prompts(_text(tar.file.read_range(offset, offset + size, tar.size), where), where))
+    return Cells(values, roles_of(tuple(values)), where)
+
+
+def _prompts(text: str, where: str) -> dict[str, object]:
+    """What of a JSON object is a prompt."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError("the row's json is no JSON", where=where, found=str(error)) from error
+    if not isinstance(values, dict):
+        raise RowError("the row's json is no JSON object", where=where, found=type(values).__name__)
+    return {name: value for name, value in values.items() if _is_text(name.lower()) or name.lower() in PROMPT_LIST}
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RowError("the prompt is not UTF-8", where=where, found=f"byte {content[error.start]:#x}") from error
+
+
+@lru_cache(maxsize=1024)
+def _column(ending: str) -> str | None:
+    """The column that a member stands for."""
+    stem, _, last = ending.rpartition(".")
+    if f".{last}" in IMAGE_SUFFIXES:
+        column = _SHORT.get(stem, stem)
+        return None if _is_text(column) or column in (*PROMPT_LIST, *NAME) else column
+    if last == "txt":
+        return "text" if not stem else stem if _is_text(stem) else None
+    return ending if _is_text(ending) else None
+
+
+def _is_text(column: str) -> bool:
+    return _TEXT.fullmatch(column) is not None
+
+
+def _present(endings: Sequence[str]) -> str:
+    shown = ", ".join(endings[:12]) or "nothing"
+    return f"name members key.target.png, key.control.png, key.txt; here they end in {shown}"

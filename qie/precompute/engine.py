@@ -1,0 +1,246 @@
+"""The engine: shards of rows through overlapping stages, each shard published as soon as it is complete.
+
+    items ─> read ─> merge ─> the encoder's stages ─> record ─> write ─> publish ─> report
+             n threads         prepare, VAE, text                          tar, then index
+
+Every stage has a thread of its own and a short queue before it. So the time is that of the slowest one, VAE and text
+encoder work at once on different rows, and memory does not grow with the dataset.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from qie.data.samples import RowEncoder
+from qie.data.sources import Source
+from qie.errors import RowError
+from qie.precompute.ranges import Range
+from qie.precompute.report import Progress, Report
+from qie.precompute.reuse import Records
+from qie.precompute.work import Group, Kept, OpenShard, Settings, count
+from qie.shards.index import Entry, ShardIndex, Skipped, shard_stem
+from qie.shards.reader import Shard
+from qie.shards.record import encode
+from qie.shards.writer import ShardBusyError, ShardWriter
+from qie.stages import Pipeline, Stage
+from qie.stores import File, Folder
+from qie.types import Row, Sample
+
+READERS = 8
+DEPTH = 4
+"""How many rows may wait before each stage: tens of megabytes each, before and behind the encoders."""
+
+
+class Engine:
+    """Encodes shards of a source into a folder.
+
+    Args:
+        source, encoder: the rows, and what makes samples of them.
+        output: where the shards go.
+        settings: see `Settings`.
+        progress: called with the report after each group of rows.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        encoder: RowEncoder,
+        output: Folder,
+        settings: Settings,
+        progress: Progress = lambda report: None,
+    ) -> None:
+        self.source, self.encoder, self.output, self.settings = source, encoder, output, settings
+        self._recipe, self._progress = encoder.recipe, progress
+        self._records = Records(output, settings.reuse, search_output=not settings.trust_published)
+        self._writers: set[ShardWriter] = set()
+
+    def run(self, shards: Iterable[Range]) -> Report:
+        """Bring `shards` up to date, in their order.
+
+        Raises:
+            RowError: a row cannot be encoded and `on_error` is "stop".
+            ShardError, StoreError: a shard cannot be read or written. What is published stays.
+        """
+        report, started = Report(), time.monotonic()
+        pipeline = Pipeline(self._stages(), DEPTH)
+        try:
+            with (
+                ThreadPoolExecutor(READERS, thread_name_prefix="qie-compare") as pool,
+                closing(pipeline.run(self._iter_items(shards, pool))) as items,
+            ):
+                for item in items:
+                    count(report, item)
+                    report.loads, report.seconds = dict(pipeline.loads), time.monotonic() - started
+                    self._progress(report)
+        finally:
+            for writer in self._writers:
+                writer.close()
+        report.loads, report.seconds = dict(pipeline.loads), time.monotonic() - started
+        return report
+
+    def _stages(self) -> list[Stage]:
+        def through(work: Callable[[Any], Any], group: Group) -> None:
+            group.values = work(group.values) if group.values else []
+
+        stages = [("read", self._read, READERS), ("merge", self._merge, 1)]
+        stages += [(stage.name, partial(through, stage.work), stage.workers) for stage in self.encoder.stages]
+        stages += [("record", self._record, 1), ("write", self._write, 1), ("publish", self._publish, 1)]
+        return [Stage(name, partial(_of_groups, work), workers) for name, work, workers in stages]
+
+    def _iter_items(self, shards: Iterable[Range], pool: ThreadPoolExecutor) -> Iterator[Group | Kept]:
+        for first, last in shards:
+            try:
+                yield from self._iter_shard(first, last, pool)
+            except ShardBusyError:
+                yield Kept(last - first, None)
+
+    def _iter_shard(self, first: int, last: int, pool: ThreadPoolExecutor) -> Iterator[Group | Kept]:
+        place = File(self.output, f"{shard_stem(first, last)}.json")
+        older = self._published(place)
+        if older and self._is_current(older.index, pool):
+            yield Kept(last - first, older.index)
+            return
+        writer = ShardWriter(self.output, first, last, self._recipe).__enter__()
+        self._writers.add(writer)
+        now = self._published(place)
+        if now and (older is None or now.index != older.index):
+            # Another run published it between our looking and our lock: look again.
+            writer.close()
+            self._writers.discard(writer)
+            yield from self._iter_shard(first, last, pool)
+            return
+        shard = OpenShard(writer, older)
+        if older is not None:
+            self._records.keep(older)
+        step = self._recipe.batch_size
+        for start in range(first, last, step):
+            numbers = range(start, min(start + step, last))
+            yield Group(shard, numbers, last=numbers.stop == last)
+
+    def _published(self, place: File) -> Shard | None:
+        if place.size() is None:
+            return None
+        shard = Shard(place)
+        self._recipe.require_equal(
+            shard.index.recipe, place, "write to another folder, or delete the shards in this one"
+        )
+        return shard
+
+    def _is_current(self, index: ShardIndex, pool: ThreadPoolExecutor) -> bool:
+        """Whether the rows of a published shard are what they were."""
+        if self.settings.retry_skipped and index.skipped:
+            return False
+        if self.settings.trust_published:
+            return True
+        known: dict[int, list[str | None]] = {number: [] for number in range(index.start, index.stop)}
+        for one in index.accounts:
+            known[one.row].append(one.key)
+        return all(pool.map(lambda number: self._keys(number) == known[number], known))
+
+    def _keys(self, number: int) -> list[str | None]:
+        try:
+            return [self._recipe.key(row) for row in self.settings.versions.of(self.source.read(number))]
+        except RowError:
+            return [None]
+
+    def _read(self, group: Group) -> None:
+        """Read rows, and look for records of the same keys."""
+        older = group.shard.older
+        mine = {entry.key: entry for entry in older.index.samples} if older else {}
+        for number in group.numbers:
+            try:
+                rows = self.settings.versions.of(self.source.read(number))
+            except RowError as error:
+                group.done.append(self._skipped(error, number))
+                continue
+            for row in rows:
+                key = self._recipe.key(row)
+                if older and key in mine:
+                    found: tuple[Entry, bytes] | None = (mine[key], older.verified_record(mine[key]))
+                else:
+                    found = self._records.find(key)
+                group.done.append(row if found is None else (_renamed(found[0], row), found[1]))
+
+    def _merge(self, group: Group) -> None:
+        """Encode only the first of rows with one content."""
+        for position, row in enumerate(group.done):
+            if isinstance(row, Row) and (key := self._recipe.key(row)) not in group.shard.seen:
+                group.shard.seen.add(key)
+                group.fresh.append(row)
+                group.done[position] = None
+        group.values = list(group.fresh)
+
+    def _record(self, group: Group) -> None:
+        def recorded(row: Row, sample: Sample | RowError) -> tuple[Entry, bytes] | Skipped:
+            if isinstance(sample, RowError):
+                return self._skipped(sample, row.index, self._recipe.key(row), row.variant)
+            return Entry.of(sample, row), encode(sample, self._recipe.digest)
+
+        group.values = [recorded(row, sample) for row, sample in zip(group.fresh, group.values, strict=True)]
+
+    def _write(self, group: Group) -> None:
+        """Append to the tar, in the order of rows."""
+        shard, values = group.shard, iter(group.values)
+        for position, done in enumerate(group.done):
+            result = next(values) if done is None else done
+            if isinstance(result, Row):
+                result = self._repeated(shard, result)
+            if isinstance(result, Skipped):
+                shard.writer.skip(result)
+            else:
+                entry, record = result
+                shard.writer.add(entry, record)
+                shard.entries[entry.key] = entry
+            group.done[position] = result
+
+    def _repeated(self, shard: OpenShard, row: Row) -> tuple[Entry, bytes] | Skipped:
+        """A row whose content an earlier one of its shard had."""
+        key = self._recipe.key(row)
+        entry = shard.entries.get(key)
+        if entry is None:
+            reason = next(gone.reason for gone in shard.writer.skipped if gone.key == key)
+            return Skipped(row.index, row.name, reason, key, row.source, row.variant)
+        return _renamed(entry, row), b""
+
+    def _publish(self, group: Group) -> None:
+        if not group.last:
+            return
+        shard = group.shard
+        group.index = shard.writer.publish()
+        self._writers.discard(shard.writer)
+        shard.writer.close()
+        self._records.add(group.index, shard.writer.index_file)
+
+    def _skipped(self, error: RowError, number: int, key: str | None = None, variant: int = 0) -> Skipped:
+        name, part = self.source.name(number), self.source.part(number)
+        if self.settings.on_error == "stop":
+            raise _located(error, number, name) from error
+        return Skipped(number, name, error.what, key, part, variant)
+
+
+def _of_groups(work: Callable[[Group], None], item: Group | Kept) -> Group | Kept:
+    if isinstance(item, Group):
+        work(item)
+    return item
+
+
+def _renamed(entry: Entry, row: Row) -> Entry:
+    """The entry of another row with the same content."""
+    return replace(entry, row=row.index, name=row.name, source=row.source, variant=row.variant)
+
+
+def _located(error: RowError, number: int, name: str) -> RowError:
+    where = f"row {number} ({name})" + (f", {error.where}" if error.where and error.where != name else "")
+    return RowError(
+        error.what,
+        where=where,
+        expected=error.expected,
+        found=error.found,
+        hint=error.hint or "--on-error skip goes on",
+    )

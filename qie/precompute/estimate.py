@@ -1,0 +1,125 @@
+"""A run without a result: what it would encode, copy, skip and write, and how long that would take."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from qie.data.samples import RowEncoder
+from qie.data.sources import Source
+from qie.errors import RowError
+from qie.precompute.engine import READERS
+from qie.precompute.local import check_output
+from qie.precompute.ranges import Range
+from qie.precompute.reuse import Records
+from qie.precompute.work import Settings
+from qie.shards.index import Entry, Skipped
+from qie.shards.record import encode
+from qie.stages import Pipeline, Stage
+from qie.stores import Folder
+from qie.types import Row, Shape
+
+TIMED = 6
+"""Samples that are encoded to time them; the first is not counted, since it waits for the weights."""
+
+_Found = tuple[Row, Shape | RowError, str, Entry | None]
+
+
+@dataclass
+class Estimate:
+    """What a run would do.
+
+    Attributes:
+        rows: looked at.
+        shapes: samples that would be in the shards, by shape.
+        fresh: samples that would be encoded, by shape; the others are there already.
+        skipped: rows, or versions of them, that cannot be encoded.
+        bytes: of the records of `shapes`, about; None if nothing could be encoded to measure.
+        encoding_s: seconds that encoding `fresh` would take, about; None if nothing could be timed.
+    """
+
+    rows: int = 0
+    shapes: Counter[Shape] = field(default_factory=Counter)
+    fresh: Counter[Shape] = field(default_factory=Counter)
+    skipped: list[Skipped] = field(default_factory=list)
+    bytes: int | None = None
+    encoding_s: float | None = None
+
+
+def estimate(
+    source: Source,
+    encoder: RowEncoder,
+    output: Folder,
+    *,
+    rows: Range,
+    settings: Settings,
+    progress: Callable[[int], object] = lambda done: None,
+) -> Estimate:
+    """Read and check every row of a range, look for its records, and time a few. Nothing is written."""
+    check_output(output, encoder.recipe, len(source))
+    records = Records(output, settings.reuse)
+    result, timed, known, seen = Estimate(), dict[Shape, list[Row]](), dict[Shape, int](), set[str]()
+
+    def look(number: int) -> list[_Found] | RowError:
+        try:
+            versions = settings.versions.of(source.read(number))
+        except RowError as error:
+            return error
+        return [_look(row, encoder, records) for row in versions]
+
+    looking = Pipeline([Stage("look", look, READERS)])
+    for number, found in zip(range(*rows), looking.run(range(*rows)), strict=True):
+        result.rows += 1
+        progress(result.rows)
+        if isinstance(found, RowError):
+            result.skipped.append(Skipped(number, source.name(number), found.what))
+            continue
+        for row, shape, key, entry in found:
+            if isinstance(shape, RowError):
+                result.skipped.append(Skipped(number, row.name, shape.what, variant=row.variant))
+                continue
+            result.shapes[shape] += 1
+            if entry is not None:
+                known[shape] = sum(entry.tensor_bytes.values())
+            elif key not in seen:
+                seen.add(key)
+                result.fresh[shape] += 1
+                if (shape in timed or len(timed) < TIMED) and len(timed.setdefault(shape, [])) < TIMED:
+                    timed[shape].append(row)
+    # One of each shape, then further ones.
+    places = [(place, row) for some in timed.values() for place, row in enumerate(some)]
+    _time(result, [row for _, row in sorted(places, key=lambda one: one[0])][:TIMED], known, encoder)
+    return result
+
+
+def _look(row: Row, encoder: RowEncoder, records: Records) -> _Found:
+    try:
+        key, shape = encoder.inspect(row)
+    except RowError as error:
+        return row, error, "", None
+    return row, shape, key, records.entry(key)
+
+
+def _time(result: Estimate, rows: list[Row], known: dict[Shape, int], encoder: RowEncoder) -> None:
+    """Encode `rows`, of different shapes if there are, and scale to all, with the bytes of those that are `known`."""
+    measured = dict(known)
+    started = None
+    for (sample,) in Pipeline(encoder.stages).run([row] for row in rows):
+        started = started or time.perf_counter()
+        if not isinstance(sample, RowError):
+            measured[sample.shape] = len(encode(sample, encoder.recipe.digest))
+    if not measured:
+        return
+    per_pixel = sum(measured.values()) / sum(map(_pixels, measured))
+    result.bytes = round(
+        sum(count * measured.get(shape, per_pixel * _pixels(shape)) for shape, count in result.shapes.items())
+    )
+    if started is not None and len(rows) > 1:
+        result.encoding_s = (time.perf_counter() - started) / (len(rows) - 1) * result.fresh.total()
+
+
+def _pixels(shape: Shape) -> int:
+    """Latent pixels of target and controls, to which time and bytes are about proportional."""
+    return sum(height * width for height, width in (shape.target, *shape.controls))

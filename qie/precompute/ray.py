@@ -1,0 +1,165 @@
+"""Precompute on a Ray cluster: shards as tasks, on whatever nodes have the GPUs, tried again when one dies.
+
+A task that is tried again finds what it had published and goes on from there. Source, checkpoint and output must be
+reachable from every node: URLs, or paths of a shared file system.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from qie.data.samples import RowEncoder
+from qie.data.sources import Source
+from qie.errors import QieError, UsageError
+from qie.precompute.engine import Engine
+from qie.precompute.local import plan_shards
+from qie.precompute.ranges import Range
+from qie.precompute.report import Progress, Report
+from qie.precompute.work import Settings
+from qie.precompute.workers import Opener
+from qie.recipe import Recipe
+from qie.stores import Folder
+
+RETRIES = 5
+"""How often a task is tried again after its worker or node died."""
+
+TASKS_PER_SLOT = 8
+"""Into how many tasks the work of each slot is cut: a few, to balance nodes, each of many shards, to overlap them."""
+
+_opened: dict[str, tuple[Source, RowEncoder]] = {}
+"""In a worker: what the run it works for has opened there. Ray keeps workers, so weights are loaded once in each."""
+
+
+def precompute_on_ray(
+    opener: Opener,
+    output: Folder,
+    *,
+    rows: Range,
+    gpus: int,
+    shard_size: int = 64,
+    settings: Settings | None = None,
+    progress: Progress = lambda report: None,
+) -> Report:
+    """As `precompute`, with tasks on the cluster of RAY_ADDRESS, or on one started here without it.
+
+    Args:
+        opener: opens source and encoder in a worker; devices are numbered among the GPUs of its task.
+        output: where the shards go; the same place on all nodes.
+        rows: the half-open range of rows.
+        gpus: how many each task takes, see `gpus_of`; 0 for encoders on the CPU.
+        shard_size, settings, progress: see `precompute`.
+
+    Raises:
+        UsageError: Ray is not installed, or the cluster has too few GPUs.
+        QieError: as raised in a task, or that one died too often.
+    """
+    ray = _ray()
+    run = uuid.uuid4().hex
+    # Not the driver: it may stand on a node without GPUs, where `auto` would mean another recipe.
+    slots = _slots(ray, gpus)
+    resources: dict[str, Any] = {"num_gpus": gpus, "num_cpus": 1, "max_retries": RETRIES}
+    with _explained(ray):
+        recipe, source_rows = ray.get(ray.remote(**resources)(_describe).remote(run, opener))
+        shards = plan_shards(output, recipe, rows, shard_size, source_rows)
+        task = ray.remote(**resources)(_encode)
+        work = partial(task.remote, run, opener, output, settings or Settings())
+        size = max(1, len(shards) // (slots * TASKS_PER_SLOT))
+        waiting = iter([shards[at : at + size] for at in range(0, len(shards), size)])
+        report, reports, started = Report(), list[Report](), time.monotonic()
+        # Twice as many as can run, so that a slot that becomes free has the next one there.
+        running = [work(part) for _, part in zip(range(2 * slots), waiting, strict=False)]
+        while running:
+            (done,), running = _first(ray, running)
+            reports.append(ray.get(done))
+            report = _together(reports, slots, time.monotonic() - started)
+            progress(report)
+            running += [work(part) for _, part in zip(range(1), waiting, strict=False)]
+    return report
+
+
+def _together(reports: Sequence[Report], slots: int, seconds: float) -> Report:
+    """Of tasks of which `slots` run at once: a stage's workers are those of the slots, not of all tasks."""
+    whole = sum(reports, Report())
+    loads = {
+        name: replace(load, workers=max(1, load.workers * slots // len(reports))) for name, load in whole.loads.items()
+    }
+    return replace(whole, loads=loads, seconds=seconds)
+
+
+def _first(ray: Any, running: list[Any]) -> Any:
+    """The first task that is done, and the others. On Ctrl-C they are called off."""
+    try:
+        return ray.wait(running, num_returns=1)
+    except BaseException:
+        for task in running:
+            ray.cancel(task, force=True)
+        raise
+
+
+def gpus_of(*devices: str) -> int:
+    """How many GPUs a task takes whose encoders are on `devices`; `auto` is a GPU if the cluster has any."""
+    some = bool(_ray().cluster_resources().get("GPU"))
+    return len({"cuda:0" if device == "auto" else device for device in devices if device != "auto" or some} - {"cpu"})
+
+
+def _describe(run: str, opener: Opener) -> tuple[Recipe, int]:
+    source, encoder = _open(run, opener)
+    return encoder.recipe, len(source)
+
+
+def _encode(run: str, opener: Opener, output: Folder, settings: Settings, shards: Sequence[Range]) -> Report:
+    source, encoder = _open(run, opener)
+    return Engine(source, encoder, output, settings).run(shards)
+
+
+def _open(run: str, opener: Opener) -> tuple[Source, RowEncoder]:
+    if run not in _opened:
+        _opened.clear()
+        _opened[run] = opener()
+    return _opened[run]
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError("Ray is not installed", where="--engine ray", hint="pip install 'qie[ray]'") from error
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    return ray
+
+
+def _slots(ray: Any, gpus: int) -> int:
+    """How many tasks the cluster can run at once."""
+    there = ray.cluster_resources()
+    slots = there.get("GPU", 0) // gpus if gpus else there.get("CPU", 1)
+    if slots < 1:
+        raise UsageError(
+            "the Ray cluster has too few GPUs for one task",
+            expected=f"{gpus}: one for each of cache.vae_encoder_device and cache.text_encoder_device",
+            found=f"{there.get('GPU', 0):g}",
+        )
+    return int(slots)
+
+
+@contextmanager
+def _explained(ray: Any) -> Iterator[None]:
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, (QieError, OSError)):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise QieError(
+            f"a task died, {RETRIES + 1} times over",
+            found=" ".join(str(error).split())[:300],
+            hint="was a node out of memory? What is published stays; run the same command again to go on",
+        ) from error

@@ -1,0 +1,96 @@
+"""What a run did, and what it spent its time on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from qie.shards.index import Skipped
+from qie.stages import Load
+
+
+@dataclass
+class Report:
+    """What a run did, as it goes. Rows of several versions count as one row and as several samples.
+
+    Attributes:
+        rows: that are done: in a shard, or skipped.
+        encoded: samples that were encoded.
+        reused: samples that were there already, in their place or elsewhere.
+        skipped: rows, or versions of them, that cannot be encoded.
+        shards_written, shards_kept, shards_busy: written; left as they were; left to another run that writes them now.
+        bytes_written: of tars.
+        clipped: values clipped to FP16's range.
+        loads: what each stage did.
+        seconds: since the first row; of processes side by side, the longest.
+    """
+
+    rows: int = 0
+    encoded: int = 0
+    reused: int = 0
+    shards_written: int = 0
+    shards_kept: int = 0
+    shards_busy: int = 0
+    bytes_written: int = 0
+    clipped: int = 0
+    skipped: list[Skipped] = field(default_factory=list)
+    loads: dict[str, Load] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __add__(self, other: Report) -> Report:
+        """Of two processes side by side."""
+        counts = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in (
+                "rows",
+                "encoded",
+                "reused",
+                "shards_written",
+                "shards_kept",
+                "shards_busy",
+                "bytes_written",
+                "clipped",
+                "skipped",
+            )
+        }
+        loads = {
+            name: self.loads.get(name, Load(workers=0)) + other.loads.get(name, Load(workers=0))
+            for name in {**self.loads, **other.loads}
+        }
+        counts["skipped"].sort(key=lambda gone: (gone.row, gone.variant))
+        return Report(**counts, loads=loads, seconds=max(self.seconds, other.seconds))
+
+    @property
+    def bottleneck(self) -> str | None:
+        """The stage that was at work for the largest share of the time; None before anything was done."""
+        busiest = max(self.loads, key=lambda name: self.loads[name].share(self.seconds), default=None)
+        return busiest if busiest and self.loads[busiest].items else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a log: counts, rates and the share of time that each stage was at work."""
+        return {
+            "seconds": round(self.seconds, 3),
+            "rows": self.rows,
+            "rows_per_s": round(self.rows / self.seconds, 3) if self.seconds else None,
+            "encoded": self.encoded,
+            "reused": self.reused,
+            "skipped": len(self.skipped),
+            "shards_written": self.shards_written,
+            "shards_kept": self.shards_kept,
+            "shards_busy": self.shards_busy,
+            "bytes_written": self.bytes_written,
+            "clipped": self.clipped,
+            "bottleneck": self.bottleneck,
+            "stages": {
+                name: {
+                    "items": load.items,
+                    "busy": round(load.share(self.seconds), 4),
+                    "items_per_busy_s": round(load.items * load.workers / load.busy_s, 3) if load.busy_s else None,
+                }
+                for name, load in self.loads.items()
+            },
+        }
+
+
+Progress = Callable[[Report], object]

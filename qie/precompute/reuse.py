@@ -1,0 +1,160 @@
+"""Records that are there already, by key: in the output, and in the shards of older runs."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from qie.errors import ShardError
+from qie.shards.index import Entry, ShardIndex, read_index
+from qie.shards.reader import Shard
+from qie.shards.storage import find_indexes, published
+from qie.stores import File, Folder, MissingError
+
+_KEY = re.compile(rb'"key":"([0-9a-f]{16})[0-9a-f]{48}"')
+_READERS = 32
+_OPEN_SHARDS = 64
+_KEPT_SHARDS = 512
+_BUFFER = 1 << 14
+
+
+class Records:
+    """Where a record of a key may be found. A key holds its recipe, so whatever is found was made by the same one.
+
+    In memory are the first 8 bytes of each key and the number of its shard: 12 bytes a record. Indexes are read when
+    the first record is looked for, and not parsed: they are searched for keys, which takes seconds for a million.
+
+    Args:
+        output: where this run writes; what it holds is found, too, unless `search_output` is false.
+        places: shards of older runs: folders, globs or brace patterns, paths or URLs.
+
+    Raises:
+        UsageError: one of `places` holds no shards.
+    """
+
+    def __init__(self, output: Folder, places: Sequence[str | Path] = (), *, search_output: bool = True) -> None:
+        self._indexes: list[File] = find_indexes(places)
+        self._output = output if search_output else None
+        self._sorted: list[tuple[np.ndarray, np.ndarray]] = []
+        self._recent: dict[int, int] = {}
+        self._open: dict[int, Shard] = {}
+        self._kept: dict[str, Shard] = {}
+        self._searched = False
+        self._lock = threading.Lock()
+
+    def find(self, key: str) -> tuple[Entry, bytes] | None:
+        """The entry and the record of a key, checked against its hash; None when there is none.
+
+        Raises:
+            ShardError: the shard that holds it is damaged.
+        """
+        for number in self._numbers(key):
+            for shard in self._shards(number):
+                entry = _entry_of(shard, key)
+                if entry:
+                    try:
+                        return entry, shard.verified_record(entry)
+                    except ShardError:
+                        if not self._replaced(number, shard):
+                            raise
+        return None
+
+    def entry(self, key: str) -> Entry | None:
+        """The entry of a key, without reading its record."""
+        shards = (shard for number in self._numbers(key) for shard in self._shards(number))
+        return next((entry for shard in shards if (entry := _entry_of(shard, key))), None)
+
+    def _numbers(self, key: str) -> list[int]:
+        with self._lock:
+            if not self._searched:
+                self._search()
+            return self._look_up(int(key[:16], 16))
+
+    def keep(self, shard: Shard) -> None:
+        """Go on finding the records of a shard of the output that is about to be replaced: rows may have moved.
+
+        On a local disk only, and only of the last shards: to move rows far, write to another folder and reuse this one.
+        """
+        shard.keep_open()
+        with self._lock:
+            while len(self._kept) >= _KEPT_SHARDS:
+                del self._kept[next(iter(self._kept))]
+            self._kept[str(shard.file)] = shard
+
+    def add(self, index: ShardIndex, file: File) -> None:
+        """A shard that this run has published."""
+        with self._lock:
+            self._indexes.append(file)
+            self._recent.update((int(name[:16], 16), len(self._indexes) - 1) for name in index.files)
+            if len(self._recent) >= _BUFFER:
+                self._sorted.append(_table(list(self._recent), list(self._recent.values())))
+                self._recent = {}
+
+    def _search(self) -> None:
+        self._searched = True
+        if self._output is not None:
+            self._indexes += published(self._output)
+        with ThreadPoolExecutor(_READERS) as pool:
+            found = list(pool.map(_prefixes, self._indexes))
+        numbers = [number for number, keys in enumerate(found) for _ in range(len(keys))]
+        if numbers:
+            self._sorted.append(_table(np.concatenate(found), numbers))
+
+    def _look_up(self, prefix: int) -> list[int]:
+        numbers = [self._recent[prefix]] if prefix in self._recent else []
+        for keys, shards in self._sorted:
+            at = int(np.searchsorted(keys, np.uint64(prefix)))
+            while at < len(keys) and int(keys[at]) == prefix:
+                numbers.append(int(shards[at]))
+                at += 1
+        return numbers
+
+    def _shards(self, number: int) -> Iterator[Shard]:
+        """A shard as it was when it was found, if this run has replaced it, and as it is now, if it is there."""
+        file = self._indexes[number]
+        with self._lock:
+            kept = self._kept.get(str(file.with_suffix(".tar")))
+            shard = self._open.get(number)
+        if kept is not None:
+            yield kept
+        if shard is None:
+            if file.size() is None:
+                return
+            shard = Shard(file)
+            shard.keep_open()
+            with self._lock:
+                while len(self._open) >= _OPEN_SHARDS:
+                    del self._open[next(iter(self._open))]
+                self._open[number] = shard
+        yield shard
+
+    def _replaced(self, number: int, shard: Shard) -> bool:
+        """Whether another shard lies now where this one did; if so it is forgotten, and what it held is encoded."""
+        with self._lock:
+            self._open.pop(number, None)
+        file = self._indexes[number]
+        return file.size() is None or read_index(file) != shard.index
+
+
+def _entry_of(shard: Shard, key: str) -> Entry | None:
+    return next((entry for entry in shard.index.samples if entry.key == key), None)
+
+
+def _prefixes(index: File) -> np.ndarray:
+    """The first 8 bytes of all keys in an index; skipped rows' too, of which there is no record to be found."""
+    try:
+        content = index.read()
+    except MissingError:  # replaced by another run just now
+        return np.empty(0, np.uint64)
+    return np.array([int(prefix, 16) for prefix in _KEY.findall(content)], np.uint64)
+
+
+def _table(keys: Sequence[int] | np.ndarray, shards: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    prefixes = np.array(keys, np.uint64)
+    order = np.argsort(prefixes, kind="stable")
+    return prefixes[order], np.array(shards, np.uint32)[order]

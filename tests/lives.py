@@ -1,0 +1,120 @@
+"""Runs of precompute as real processes, which may die at a chosen moment. Run as a script, it forks them.
+
+A line that it reads is JSON: directory, how many events a run may live to see, and ranges of rows, for each of which a
+run is started at once. It prints their wait statuses and the rows that they encoded. An event is a moment at which
+something can be half done: a row about to be encoded, and every call that opens, syncs, renames, removes or appends to
+a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+ROWS, SHARD_SIZE = 240, 4
+
+
+class Lives:
+    """Starts runs; see `live`."""
+
+    def __enter__(self) -> Lives:
+        self._warden = subprocess.Popen(
+            [sys.executable, "-m", "tests.lives"],
+            cwd=Path(__file__).resolve().parent.parent,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._warden.communicate(timeout=60)
+
+    def live(
+        self, directory: Path, events: int = 1 << 60, ranges: Sequence[tuple[int, int]] = ((0, ROWS),)
+    ) -> tuple[bool, list[int]]:
+        """Whether a run was killed, and which rows they encoded."""
+        assert self._warden.stdin and self._warden.stdout
+        self._warden.stdin.write(json.dumps([str(directory), events, ranges]) + "\n")
+        self._warden.stdin.flush()
+        statuses, encoded = json.loads(self._warden.stdout.readline())
+        assert set(statuses) <= {0, signal.SIGKILL}, statuses
+        return any(statuses), encoded
+
+
+def _mortal(events: int) -> None:
+    lock = threading.Lock()
+    left = [events]
+
+    def count() -> None:
+        with lock:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def dying(*arguments: object, **named: object) -> object:
+            count()
+            return original(*arguments, **named)
+
+        setattr(owner, name, dying)
+
+    for owner, name in (
+        (os, "fsync"),
+        (Path, "replace"),
+        (Path, "unlink"),
+        (Path, "open"),
+        (tarfile.TarFile, "addfile"),
+    ):
+        counted(owner, name)
+    from tests.stubs import StubEncoder
+
+    counted(StubEncoder, "encode")
+
+
+def _run(directory: Path, events: int, rows: tuple[int, int], report: int) -> None:
+    from qie.precompute import precompute
+    from tests.stubs import StubEncoder, StubSource
+
+    class Telling(StubEncoder):
+        def encode(self, row):  # type: ignore[no-untyped-def]
+            sample = super().encode(row)
+            os.write(report, f"{row.index}\n".encode())
+            return sample
+
+    _mortal(events)
+    precompute(StubSource.of(ROWS), Telling(), directory, rows=rows, shard_size=SHARD_SIZE)
+
+
+def main() -> None:
+    import tests.stubs  # noqa: F401
+
+    for line in sys.stdin:
+        directory, events, ranges = json.loads(line)
+        reader, writer = os.pipe()
+        children = []
+        for rows in ranges:
+            children.append(os.fork())
+            if children[-1] == 0:
+                os.close(reader)
+                _run(Path(directory), events, tuple(rows), writer)
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as told:
+            encoded = [int(row) for row in told]
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        sys.stdout.write(json.dumps([statuses, encoded]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What worker processes of tests open: sources and encoders that die, fail or wait, by name and plain arguments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from qie.errors import RowError
+from qie.types import Row, Sample
+from tests.stubs import RECIPE, StubEncoder, StubSource
+
+
+def rows(count: int) -> StubSource:
+    """Some of them cannot be encoded."""
+    return StubSource.of(count).changed(7, target=b"broken").changed(20, target=b"missing")
+
+
+def plain(count: int) -> tuple[StubSource, StubEncoder]:
+    return rows(count), StubEncoder()
+
+
+def noting(count: int, notes: str) -> tuple[StubSource, StubEncoder]:
+    """Appends a line with process and row for each row that is encoded."""
+    return rows(count), Noting(Path(notes))
+
+
+def chatty(count: int) -> tuple[StubSource, StubEncoder]:
+    """Reports after every row."""
+    import qie.precompute.workers
+
+    qie.precompute.workers.REPORT_EVERY_S = 0
+    return plain(count)
+
+
+def dying(count: int, row: int, once: str, notes: str) -> tuple[StubSource, StubEncoder]:
+    """Kills itself with -9 before it encodes `row`, unless the file `once` says that this happened already."""
+    return rows(count), Dying(row, Path(once), Path(notes))
+
+
+def dying_when_it_has_asked(count: int) -> tuple[StubSource, StubEncoder]:
+    """Kills itself as soon as it has asked for its third shard."""
+    from multiprocessing.connection import Connection
+
+    send, asked = Connection.send, 0
+
+    def then_dies(self: Connection, message: object) -> None:
+        nonlocal asked
+        send(self, message)
+        asked += message is None
+        if asked == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Connection.send = then_dies  # type: ignore[method-assign]
+    return plain(count)
+
+
+def of_another_recipe(count: int) -> tuple[StubSource, StubEncoder]:
+    return rows(count), StubEncoder(replace(RECIPE, vae_dtype="bfloat16"))
+
+
+def refusing(count: int, row: int) -> tuple[StubSource, StubEncoder]:
+    return StubSource.of(count), Refusing(row)
+
+
+def crashing(count: int) -> tuple[StubSource, StubEncoder]:
+    raise ZeroDivisionError("not foreseen")
+
+
+class Noting(StubEncoder):
+    def __init__(self, notes: Path) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def encode(self, row: Row) -> Sample:
+        sample = super().encode(row)
+        with self.notes.open("a") as file:
+            file.write(f"{os.getpid()} {row.index}\n")
+        return sample
+
+
+class Dying(Noting):
+    def __init__(self, row: int, once: Path, notes: Path) -> None:
+        super().__init__(notes)
+        self.row, self.once = row, once
+
+    def encode(self, row: Row) -> Sample:
+        if row.index == self.row:
+            try:
+                os.close(os.open(self.once, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(row)
+
+
+class Refusing(StubEncoder):
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        self.row = row
+
+    def encode(self, row: Row) -> Sample:
+        if row.index == self.row:
+            raise RowError("it is not wanted", expected="another", found=self.row)
+        return super().encode(row)
+
+
+def slow(count: int) -> tuple[StubSource, StubEncoder]:
+    """Takes 0.05 s for a row."""
+    return StubSource.of(count), Slow()
+
+
+class Slow(StubEncoder):
+    def encode(self, row: Row) -> Sample:
+        threading.Event().wait(0.05)
+        return super().encode(row)
+
+
+def asking(count: int, stopping: str, marker: str) -> tuple[StubSource, StubEncoder]:
+    """Reports after every row. Makes the file `marker` when it waits for a shard while there is a file `stopping`."""
+    from multiprocessing.connection import Connection
+
+    receive = Connection.recv
+
+    def noted_receive(self: Connection) -> object:
+        while not self.poll(0.01):
+            if Path(stopping).exists():
+                Path(marker).touch()
+        return receive(self)
+
+    Connection.recv = noted_receive  # type: ignore[method-assign]
+    return chatty(count)

@@ -1,0 +1,110 @@
+"""The options of qie-precompute that say where it runs and what it writes down, with real encoders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from qie.cli import precompute
+from tests.conftest import AREA_PX
+
+
+@pytest.fixture(scope="module")
+def config(tiny_edit: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration, and beside it the shards that one process writes."""
+    folder = tmp_path_factory.mktemp("work")
+    values = {
+        "model": {"pretrained_model_name_or_path": str(tiny_edit)},
+        "data": {"source": str(photos), "area_px": AREA_PX},
+        "cache": {"cache_dir": str(folder / "shards"), "vae_encoder_device": "cpu", "text_encoder_device": "cpu"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    run(folder / "config.yaml", "--shard-size", 3)
+    return folder / "config.yaml"
+
+
+def run(config: Path, *arguments: object, code: int = 0):
+    everything = ["--config", config, *arguments]
+    result = CliRunner().invoke(precompute.main, [str(argument) for argument in everything])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_two_workers_write_the_same_files(config: Path, tmp_path: Path) -> None:
+    arguments = ["--devices", "cpu,cpu", "--shard-size", 3, "--output", tmp_path / "out"]
+    result = run(config, *arguments, "--log", tmp_path / "log")
+    assert files(tmp_path / "out") == files(config.parent / "shards")
+    assert result.stdout.startswith("12 rows: 12 samples encoded, 0 there already, 0 skipped; 4 shards written")
+    line = json.loads((tmp_path / "log").read_text().splitlines()[-1])
+    assert (line["rows"], line["encoded"], line["stages"]["text"]["items"]) == (12, 12, 12)
+
+
+def test_the_log_is_json_lines_with_stages_and_the_bottleneck(config: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    result = run(config, "--output", tmp_path / "out", "--log", log, "--end-idx", 5, "--shard-size", 2)
+    before = log.read_text()
+    run(config, "--output", tmp_path / "out", "--log", log, "--end-idx", 5, "--shard-size", 2)
+    assert log.read_text().startswith(before), "a log is appended to"
+    first, second = (json.loads(text.splitlines()[-1]) for text in (before, log.read_text()))
+    assert (first["rows"], first["encoded"], first["shards_written"]) == (5, 5, 3)
+    assert list(first["stages"]) == ["read", "merge", "prepare", "vae", "text", "record", "write", "publish"]
+    assert first["bottleneck"] in first["stages"]
+    busiest = max(first["stages"].values(), key=lambda stage: stage["busy"])
+    assert first["stages"][first["bottleneck"]] == busiest
+    assert f"bottleneck: {first['bottleneck']}" in result.stdout
+    assert (second["encoded"], second["reused"], second["shards_kept"]) == (0, 5, 3)
+    assert all("time" in line and line["seconds"] >= 0 for line in (first, second))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--vae-device", "cpu"], ["--text-device", "cpu"], ["--engine", "ray"]],
+    ids=lambda more: more[0],
+)
+def test_devices_exclude_other_ways_to_say_where(config: Path, tmp_path: Path, more: list[str]) -> None:
+    result = run(config, "--devices", "cpu,cpu", *more, "--output", tmp_path / "out", code=2)
+    assert "--devices excludes" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("devices", ["cpu+", "+cpu", "cpu,", ",", "+"])
+def test_devices_that_cannot_be_understood_are_refused(config: Path, tmp_path: Path, devices: str) -> None:
+    result = run(config, "--devices", devices, "--output", tmp_path / "out", code=2)
+    assert "--devices cannot be understood" in result.stderr and devices in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("devices", ["gpu", "cpu+tpu", "cpu,cuda:99"])
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(
+    config: Path, tmp_path: Path, devices: str
+) -> None:
+    run(config, "--devices", devices, "--output", tmp_path / "out", "--end-idx", 1, code=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_anything_is_encoded(config: Path, tmp_path: Path) -> None:
+    result = run(config, "--log", tmp_path / "missing" / "log", "--output", tmp_path / "out", code=2)
+    assert str(tmp_path / "missing" / "log") in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_records_of_older_shards_are_reused(config: Path, tmp_path: Path) -> None:
+    result = run(config, "--reuse", config.parent / "shards", "--output", tmp_path / "out", "--shard-size", 5)
+    assert result.stdout.startswith("12 rows: 0 samples encoded, 12 there already")
+
+
+def test_a_dry_run_for_workers_sees_what_the_workers_would_find(config: Path, tmp_path: Path) -> None:
+    """On a machine with a GPU, `auto` would be another recipe than that of workers on the CPU."""
+    settings = ["--set", "cache.vae_encoder_device=cuda:99", "--set", "cache.text_encoder_device=cuda:99"]
+    result = run(config, *settings, "--devices", "cpu", "--dry-run")
+    assert "0 to encode, 12 there already" in result.stdout

@@ -1,0 +1,598 @@
+"""The engine, with rows and an encoder that are quick: what is encoded, what is copied, what is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qie.data.variants import Versions
+from qie.errors import RecipeMismatchError, RowError, ShardError, UsageError
+from qie.precompute import Report, Settings, precompute
+from qie.shards.reader import Shard, ShardSet
+from qie.shards.storage import published
+from qie.shards.writer import ShardWriter
+from qie.stores import LocalFolder, StoreError
+from qie.types import Row, Sample
+from tests.stubs import RECIPE, StubEncoder, StubSource
+
+TIMEOUT_S = 20
+
+
+def run(
+    source, output: Path, *, encoder=None, rows=None, shard_size: int = 4, progress=lambda report: None, **settings
+):
+    """The report of a run over all rows, and the rows that it encoded, in order."""
+    encoder = encoder or StubEncoder()
+    report = precompute(
+        source,
+        encoder,
+        output,
+        rows=rows or (0, len(source)),
+        shard_size=shard_size,
+        settings=Settings(**settings),
+        progress=progress,
+    )
+    return report, sorted(encoder.encoded)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in folder.iterdir()}
+
+
+def ordered(source: StubSource, order: list[int]) -> StubSource:
+    """The rows of a source in another order, numbered anew."""
+    return StubSource(tuple(replace(source.rows[old], index=new) for new, old in enumerate(order)))
+
+
+def lengthened(source: StubSource, index: int) -> StubSource:
+    """With another prompt in a row, such that its record has another size and all records behind it move."""
+
+    def size(row: Row) -> int:
+        return len(StubEncoder().encode(row).prompt_embed) // 32 + 100 * StubEncoder().encode(row).pixel_latent.numel()
+
+    for number in range(1000):
+        changed = source.changed(index, prompt=f"longer {number}")
+        if size(changed.rows[index]) != size(source.rows[index]):
+            return changed
+    raise AssertionError
+
+
+def assert_sound(folder: Path) -> None:
+    """Nothing is half there: no partial file, no tar without an index, every byte as its index says."""
+    names = {path.name for path in folder.iterdir()}
+    assert not [name for name in names if "partial" in name]
+    assert {name.removesuffix(".tar") for name in names if name.endswith(".tar")} == {
+        name.removesuffix(".json") for name in names if name.endswith(".json")
+    }
+    for index in published(folder):
+        assert list(Shard(index).verify()) == []
+
+
+class Unreadable(StubSource):
+    """A source of which no row may be read."""
+
+    def read(self, index: int) -> Row:
+        raise AssertionError(f"row {index} was read")
+
+
+class Once:
+    """Calls a function when a row is read for the first time."""
+
+    def __init__(self, source: StubSource, row: int, then: Callable[[], object]) -> None:
+        self.source, self.row, self.then = source, row, then
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+    def part(self, index: int) -> str:
+        return self.source.part(index)
+
+    def read(self, index: int) -> Row:
+        if index == self.row:
+            with self.lock:
+                then, self.then = self.then, lambda: None
+            then()
+        return self.source.read(index)
+
+
+# Rows that cannot be encoded
+
+
+def test_skipped_rows_are_listed_with_their_reason_and_with_their_key_if_they_could_be_read(tmp_path: Path) -> None:
+    source = StubSource.of(6).changed(1, target=b"missing").changed(4, target=b"broken")
+    report, encoded = run(source, tmp_path / "out")
+    assert encoded == [0, 2, 3, 5]
+    assert [(gone.row, gone.name, gone.key) for gone in report.skipped] == [
+        (1, "row1", None),
+        (4, "row4", RECIPE.key(source.rows[4])),
+    ]
+    assert [gone.reason for gone in report.skipped] == ["no control image", "the target is damaged: broken"]
+    listed = [gone for index in published(tmp_path / "out") for gone in Shard(index).index.skipped]
+    assert listed == report.skipped
+
+
+@pytest.mark.parametrize(("target", "reason"), [(b"missing", "no control image"), (b"broken", "the target is damaged")])
+def test_on_error_stop_names_the_row_and_leaves_nothing_half_visible(
+    tmp_path: Path, target: bytes, reason: str
+) -> None:
+    source = StubSource.of(40).changed(21, target=target)
+    with pytest.raises(RowError) as caught:
+        run(source, tmp_path / "out", on_error="stop")
+    assert "row 21 (row21)" in str(caught.value) and reason in str(caught.value)
+    assert "--on-error skip goes on" in str(caught.value)
+    assert_sound(tmp_path / "out")
+    assert "00000020-00000024.json" not in files(tmp_path / "out")
+
+
+def test_complete_shards_before_the_row_that_stops_a_run_are_published(tmp_path: Path) -> None:
+    source = StubSource.of(40).changed(21, target=b"broken")
+    with pytest.raises(RowError):
+        run(source, tmp_path / "out", on_error="stop")
+    assert [index.stem for index in published(tmp_path / "out")] == [
+        f"{start:08d}-{start + 4:08d}" for start in range(0, 20, 4)
+    ]
+
+
+def test_a_skipped_row_is_tried_again_only_when_asked_or_when_it_changed(tmp_path: Path) -> None:
+    broken = StubSource.of(8).changed(1, target=b"missing").changed(6, target=b"broken")
+    run(broken, tmp_path / "out")
+    before = stamps(tmp_path / "out")
+    report, encoded = run(broken, tmp_path / "out")
+    assert (encoded, len(report.skipped), stamps(tmp_path / "out")) == ([], 2, before)
+
+    report, encoded = run(broken, tmp_path / "out", retry_skipped=True)
+    assert (encoded, report.reused, len(report.skipped), report.shards_written) == ([], 6, 2, 2)
+
+    mended = broken.changed(1, target=b"mended")
+    report, encoded = run(mended, tmp_path / "out")
+    assert (encoded, [gone.row for gone in report.skipped], report.shards_kept) == ([1], [6], 1)
+
+
+def test_retry_skipped_encodes_what_now_can_be(tmp_path: Path) -> None:
+    class Poor(StubEncoder):
+        def encode(self, row: Row) -> Sample:
+            if row.index == 2:
+                raise RowError("NaN")
+            return super().encode(row)
+
+    source = StubSource.of(8)
+    run(source, tmp_path / "out", encoder=Poor())
+    assert run(source, tmp_path / "out")[1] == []
+    report, encoded = run(source, tmp_path / "out", retry_skipped=True, trust_published=True)
+    assert (encoded, report.reused, report.skipped, report.shards_kept) == ([2], 7, [], 1)
+    run(source, tmp_path / "fresh")
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+# Rows that are there already
+
+
+def test_a_second_run_encodes_nothing_and_touches_nothing(tmp_path: Path) -> None:
+    source = StubSource.of(10).changed(3, target=b"missing")
+    first, _ = run(source, tmp_path / "out")
+    before = stamps(tmp_path / "out")
+    again, encoded = run(source, tmp_path / "out")
+    assert encoded == [] and stamps(tmp_path / "out") == before
+    assert (again.rows, again.reused, again.shards_kept, again.shards_written) == (10, 9, 3, 0)
+    assert again.skipped == first.skipped
+    assert again.bottleneck is not None or not again.encoded
+
+
+def test_trust_published_reads_no_row(tmp_path: Path) -> None:
+    run(StubSource.of(10), tmp_path / "out")
+    report, encoded = run(Unreadable(StubSource.of(10).rows), tmp_path / "out", trust_published=True)
+    assert (encoded, report.rows, report.reused, report.shards_kept) == ([], 10, 10, 3)
+
+
+def test_one_changed_row_is_encoded_and_all_others_are_copied_bit_for_bit(tmp_path: Path) -> None:
+    source = StubSource.of(12)
+    run(source, tmp_path / "out")
+    before = {entry.key: bytes(shard.record(entry)) for shard in shards(tmp_path / "out") for entry in samples(shard)}
+    untouched = {name: stamp for name, stamp in stamps(tmp_path / "out").items() if not name.startswith("00000004")}
+    changed = lengthened(source, 5)
+    report, encoded = run(changed, tmp_path / "out")
+    assert (encoded, report.encoded, report.reused) == ([5], 1, 11)
+    after = {entry.key: bytes(shard.record(entry)) for shard in shards(tmp_path / "out") for entry in samples(shard)}
+    assert {key: after[key] for key in before if key in after} == {key: before[key] for key in after if key in before}
+    assert len(before.keys() & after.keys()) == 11
+    assert untouched.items() <= stamps(tmp_path / "out").items()
+    run(changed, tmp_path / "fresh")
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+def shards(folder: Path) -> list[Shard]:
+    return [Shard(index) for index in published(folder)]
+
+
+def samples(shard: Shard):
+    return shard.index.samples
+
+
+ORDERS = {
+    "reversed": list(reversed(range(24))),
+    "rotated": [*range(5, 24), *range(5)],
+    "swapped shards": [*range(20, 24), *range(4, 20), *range(4)],
+    "dealt": [number for start in range(4) for number in range(start, 24, 4)],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "reuse"])
+def test_reordered_rows_are_not_encoded_again_and_the_files_are_those_of_a_fresh_run(
+    tmp_path: Path, order: list[int], elsewhere: bool
+) -> None:
+    source = StubSource.of(24).changed(7, target=b"broken")
+    run(source, tmp_path / "old")
+    moved = ordered(source, order)
+    output = tmp_path / ("new" if elsewhere else "old")
+    report, encoded = run(moved, output, **({"reuse": (str(tmp_path / "old"),)} if elsewhere else {}))
+    assert encoded == []
+    assert (report.encoded, report.reused, len(report.skipped)) == (0, 23, 1)
+    run(moved, tmp_path / "fresh")
+    assert files(output) == files(tmp_path / "fresh")
+
+
+def test_a_shard_that_is_replaced_while_its_records_are_being_copied_elsewhere_still_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader of a later shard has found a record in an older one, and stops there until that one was replaced."""
+    source = StubSource.of(8)
+    run(source, tmp_path / "out")
+    moved = ordered(source, [4, 5, 6, 7, 0, 1, 2, 3])
+    replaced = threading.Event()
+    copied, publish = Shard.verified_record, ShardWriter.publish
+
+    def waits(self: Shard, entry) -> bytes:
+        if self.index.start == 0:
+            assert replaced.wait(TIMEOUT_S)
+        return copied(self, entry)
+
+    def tells(self: ShardWriter):
+        index = publish(self)
+        if self.start == 0:
+            replaced.set()
+        return index
+
+    monkeypatch.setattr(Shard, "verified_record", waits)
+    monkeypatch.setattr(ShardWriter, "publish", tells)
+    report, _ = run(moved, tmp_path / "out")
+    assert report.encoded + report.reused == 8
+    run(moved, tmp_path / "fresh")
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+def test_a_dataset_that_grew_at_its_end_keeps_its_short_last_shard_and_goes_on_behind_it(tmp_path: Path) -> None:
+    run(StubSource.of(10), tmp_path / "out")
+    before = stamps(tmp_path / "out")
+    report, encoded = run(StubSource.of(23), tmp_path / "out", shard_size=6)
+    assert encoded == list(range(10, 23))
+    assert (report.rows, report.reused, report.encoded) == (23, 10, 13)
+    assert before.items() <= stamps(tmp_path / "out").items()
+    found = ShardSet.open([tmp_path / "out"])
+    assert found.keys == [RECIPE.key(row) for row in StubSource.of(23).rows]
+    assert [(shard.index.start, shard.index.stop) for shard in found.shards] == [
+        (0, 4),
+        (4, 8),
+        (8, 10),
+        (10, 12),
+        (12, 18),
+        (18, 23),
+    ]
+
+
+def test_on_another_grid_nothing_is_encoded_again_and_the_files_are_those_of_a_fresh_run(tmp_path: Path) -> None:
+    run(StubSource.of(23), tmp_path / "old", shard_size=4)
+    report, encoded = run(StubSource.of(23), tmp_path / "new", shard_size=7, reuse=(str(tmp_path / "old"),))
+    assert (encoded, report.reused) == ([], 23)
+    run(StubSource.of(23), tmp_path / "fresh", shard_size=7)
+    assert files(tmp_path / "new") == files(tmp_path / "fresh")
+
+
+def test_rows_in_front_of_all_others_move_them_and_only_they_are_encoded(tmp_path: Path) -> None:
+    source = StubSource.of(16)
+    run(source, tmp_path / "out")
+    grown = StubSource.of(20).rows[16:] + source.rows
+    moved = StubSource(tuple(replace(row, index=index) for index, row in enumerate(grown)))
+    _, encoded = run(moved, tmp_path / "out")
+    assert encoded == [0, 1, 2, 3]
+    run(moved, tmp_path / "fresh")
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+# Rows of equal content
+
+
+def test_rows_of_equal_content_in_a_shard_are_encoded_once_and_stored_once(tmp_path: Path) -> None:
+    source = StubSource.of(4)
+    twins = ordered(source, [0, 1, 0, 0])
+    report, encoded = run(twins, tmp_path / "out")
+    assert encoded == [0, 1]
+    assert (report.rows, report.encoded, report.reused) == (4, 2, 2)
+    (shard,) = shards(tmp_path / "out")
+    assert len(shard.index.files) == 2
+    assert [(entry.row, entry.name) for entry in shard.index.samples] == [
+        (0, "row0"),
+        (1, "row1"),
+        (2, "row0"),
+        (3, "row0"),
+    ]
+
+
+def test_rows_of_equal_content_that_cannot_be_encoded_are_all_skipped_for_one_reason(tmp_path: Path) -> None:
+    source = StubSource.of(6).changed(1, target=b"broken")
+    twins = ordered(source, [0, 1, 1, 2, 1, 3])
+    report, encoded = run(twins, tmp_path / "out", shard_size=6)
+    assert encoded == [0, 3, 5]
+    assert [(gone.row, gone.reason) for gone in report.skipped] == [
+        (row, "the target is damaged: broken") for row in (1, 2, 4)
+    ]
+    assert len({gone.key for gone in report.skipped}) == 1
+    again, encoded = run(twins, tmp_path / "out", shard_size=6)
+    assert (encoded, again.shards_kept) == ([], 1)
+
+
+def test_rows_of_equal_content_in_other_shards_are_found_in_them(tmp_path: Path) -> None:
+    source = StubSource.of(4)
+    run(source, tmp_path / "out")
+    twins = StubSource(source.rows + ordered(source, [3, 1, 0, 2]).rows)
+    twins = StubSource(tuple(replace(row, index=index) for index, row in enumerate(twins.rows)))
+    report, encoded = run(twins, tmp_path / "out")
+    assert (encoded, report.encoded, report.reused) == ([], 0, 8)
+    run(twins, tmp_path / "fresh")
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")
+
+
+def test_the_files_are_the_same_whichever_of_equal_rows_was_there_first(tmp_path: Path) -> None:
+    twins = ordered(StubSource.of(8), [0, 1, 2, 3, 3, 2, 1, 0])
+    for folder, ranges in {"whole": [(0, 8)], "front": [(0, 4), (4, 8)], "back": [(4, 8), (0, 4)]}.items():
+        for rows in ranges:
+            run(twins, tmp_path / folder, rows=rows)
+    assert files(tmp_path / "whole") == files(tmp_path / "front") == files(tmp_path / "back")
+
+
+# Older shards
+
+
+def test_shards_of_an_unrelated_recipe_give_nothing(tmp_path: Path) -> None:
+    other = StubEncoder(replace(RECIPE, areas_px=(8192,)))
+    run(StubSource.of(8), tmp_path / "old", encoder=other)
+    report, encoded = run(StubSource.of(8), tmp_path / "new", reuse=(str(tmp_path / "old"),))
+    assert (encoded, report.reused) == (list(range(8)), 0)
+
+
+def test_the_output_of_another_recipe_is_refused_and_left_alone(tmp_path: Path) -> None:
+    run(StubSource.of(8), tmp_path / "out")
+    before = files(tmp_path / "out")
+    with pytest.raises(RecipeMismatchError, match="areas_px"):
+        run(StubSource.of(8), tmp_path / "out", encoder=StubEncoder(replace(RECIPE, areas_px=(8192,))))
+    assert files(tmp_path / "out") == before
+
+
+def test_a_shard_of_another_recipe_among_others_is_refused_when_it_is_met(tmp_path: Path) -> None:
+    run(StubSource.of(8), tmp_path / "out", rows=(0, 4))
+    run(StubSource.of(8), tmp_path / "other", rows=(4, 8), encoder=StubEncoder(replace(RECIPE, areas_px=(8192,))))
+    for path in (tmp_path / "other").iterdir():
+        path.rename(tmp_path / "out" / path.name)
+    before = files(tmp_path / "out")
+    with pytest.raises(RecipeMismatchError, match="00000004-00000008"):
+        run(StubSource.of(8), tmp_path / "out")
+    assert files(tmp_path / "out") == before
+
+
+def damage(tar: Path) -> None:
+    """One bit within the first record."""
+    content = bytearray(tar.read_bytes())
+    content[700] ^= 1
+    tar.write_bytes(content)
+
+
+def test_a_damaged_record_is_not_copied_and_is_named(tmp_path: Path) -> None:
+    run(StubSource.of(8), tmp_path / "old")
+    damage(tmp_path / "old" / "00000004-00000008.tar")
+    with pytest.raises(ShardError, match="a record is damaged") as caught:
+        run(StubSource.of(8), tmp_path / "new", reuse=(str(tmp_path / "old"),))
+    assert str(tmp_path / "old" / "00000004-00000008.tar") in str(caught.value)
+    assert_sound(tmp_path / "new")
+
+
+def test_a_place_to_reuse_without_shards_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no shards found"):
+        run(StubSource.of(8), tmp_path / "new", reuse=(str(tmp_path / "typo"),))
+
+
+def test_a_source_that_lost_rows_which_the_output_holds_is_refused(tmp_path: Path) -> None:
+    run(StubSource.of(8), tmp_path / "out")
+    with pytest.raises(UsageError, match="no longer has"):
+        run(StubSource.of(7), tmp_path / "out")
+
+
+def test_what_killed_runs_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    for name in ("00000000-00000004.tar.partial", "00000004-00000008.json.partial", "00000004-00000008.tar"):
+        (output / name).write_bytes(b"half")
+    (output / "00000008-00000012.tar.partial").write_bytes(b"another range's")
+    (output / "notes.txt").write_bytes(b"mine")
+    run(StubSource.of(12), output, rows=(0, 8))
+    assert (output / "notes.txt").read_bytes() == b"mine"
+    assert (output / "00000008-00000012.tar.partial").exists()
+    run(StubSource.of(12), output)
+    (output / "notes.txt").unlink()
+    run(StubSource.of(12), tmp_path / "fresh")
+    assert files(output) == files(tmp_path / "fresh")
+
+
+# Two runs at once
+
+
+def test_two_runs_on_one_range_share_it(tmp_path: Path) -> None:
+    """The first is in the middle of a shard when the second comes, which leaves that shard to it."""
+    source, output = StubSource.of(24), tmp_path / "out"
+    second: list[tuple[Report, list[int]]] = []
+    # Row 8 is read while shards up to its own have writers, and later ones not all.
+    first, encoded = run(Once(source, 8, lambda: second.append(run(source, output))), output)
+    ((other, other_encoded),) = second
+    assert other.shards_busy >= 1
+    assert other.rows == first.rows == 24
+    assert sorted(encoded + other_encoded) == list(range(24)), "rows were encoded twice, or never"
+    assert first.encoded + first.reused + 4 * first.shards_busy == 24
+    run(source, tmp_path / "fresh")
+    assert files(output) == files(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_two_runs_at_once_end_with_all_shards_and_counts_that_add_up(tmp_path: Path, seed: int) -> None:
+    source, output = StubSource.of(60).changed(7, target=b"broken"), tmp_path / "out"
+    start = threading.Barrier(2, timeout=TIMEOUT_S)
+    reports: list[Report] = []
+
+    def work() -> None:
+        start.wait()
+        reports.append(run(source, output, shard_size=1 + seed)[0])
+
+    both = [threading.Thread(target=work) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(TIMEOUT_S)
+    assert [report.rows for report in reports] == [60, 60]
+    run(source, tmp_path / "fresh", shard_size=1 + seed)
+    assert files(output) == files(tmp_path / "fresh")
+    assert sum(report.shards_written for report in reports) == len(published(output))
+    assert sum(report.encoded for report in reports) == 59
+
+
+def test_a_shard_that_another_run_replaced_while_its_rows_were_compared_is_looked_at_again(tmp_path: Path) -> None:
+    source, output = StubSource.of(8), tmp_path / "out"
+    run(source, output, shard_size=8)
+    changed = lengthened(source, 1)
+    other: list[list[int]] = []
+    meanwhile = Once(changed, 1, lambda: other.append(run(changed, output, shard_size=8)[1]))
+    report, encoded = run(meanwhile, output, shard_size=8)
+    assert other == [[1]]
+    assert encoded == [] and (report.rows, report.reused) == (8, 8)
+    run(changed, tmp_path / "fresh", shard_size=8)
+    assert files(output) == files(tmp_path / "fresh")
+
+
+# Counts
+
+
+@pytest.mark.parametrize("variants", [1, 3])
+def test_the_reports_numbers_add_up_all_the_way(tmp_path: Path, variants: int) -> None:
+    source = StubSource.of(30).changed(3, target=b"broken").changed(9, target=b"missing")
+    source = StubSource(tuple(replace(row, more_prompts=(f"{row.prompt} b", f"{row.prompt} c")) for row in source.rows))
+    run(source, tmp_path / "out", rows=(8, 16), versions=Versions(variants))
+    seen: list[tuple[int, ...]] = []
+
+    def follow(report: Report) -> None:
+        seen.append((report.rows, report.encoded, report.reused, len(report.skipped), report.shards_written))
+
+    report, encoded = run(source, tmp_path / "out", versions=Versions(variants), progress=follow)
+    assert (report.rows, report.shards_busy) == (30, 0)
+    # A row that cannot even be read has no versions.
+    assert report.encoded + report.reused + len(report.skipped) == variants * 29 + 1
+    assert (report.encoded, len(encoded)) == (21 * variants, 21 * variants)
+    assert len(report.skipped) == variants + 1
+    assert (report.shards_written, report.shards_kept) == (6, 2)
+    written = [path for path in (tmp_path / "out").glob("*.tar") if not path.name.startswith(("00000008", "00000012"))]
+    assert report.bytes_written == sum(path.stat().st_size for path in written)
+    assert seen == sorted(seen), "a count went backwards"
+    assert seen[-1] == (30, report.encoded, report.reused, len(report.skipped), 6)
+    assert {name: load.items for name, load in report.loads.items()}["publish"] == len(seen)
+    values = report.to_dict()
+    assert values["rows"] == 30 and values["bottleneck"] in values["stages"]
+    assert all(0 <= stage["busy"] <= 1 for stage in values["stages"].values())
+
+
+def test_clipped_values_are_counted_of_what_was_encoded(tmp_path: Path) -> None:
+    class Clipping(StubEncoder):
+        def encode(self, row: Row) -> Sample:
+            return replace(super().encode(row), clipped=2)
+
+    assert run(StubSource.of(5), tmp_path / "out", encoder=Clipping())[0].clipped == 10
+    assert run(StubSource.of(5), tmp_path / "out", encoder=Clipping())[0].clipped == 0
+
+
+def test_reports_of_processes_side_by_side_are_added(tmp_path: Path) -> None:
+    source = StubSource.of(8).changed(2, target=b"broken")
+    parts = [run(source, tmp_path / "out", rows=rows)[0] for rows in ((0, 4), (4, 8))]
+    both = sum(parts, Report())
+    assert (both.rows, both.encoded, len(both.skipped), both.shards_written) == (8, 7, 1, 2)
+    assert both.seconds == max(part.seconds for part in parts)
+    assert both.loads["read"].workers == sum(part.loads["read"].workers for part in parts)
+    assert parts[0].rows == 4, "adding changed what was added"
+
+
+# Runs that fail
+
+
+@pytest.mark.parametrize("row", [0, 13, 29])
+@pytest.mark.parametrize("again", [False, True], ids=["encoding", "comparing"])
+def test_an_error_of_the_store_stops_the_run_with_it_and_what_is_published_stays(
+    tmp_path: Path, row: int, again: bool
+) -> None:
+    source, output = StubSource.of(30), tmp_path / "out"
+    if again:
+        run(source, output)
+
+    def fail() -> None:
+        raise StoreError("the network is down")
+
+    with pytest.raises(StoreError, match="the network is down"):
+        run(Once(source, row, fail), output)
+    assert_sound(output)
+    assert len(published(output)) == (8 if again else row // 4)
+    done = {number for shard in shards(output) for number in range(shard.index.start, shard.index.stop)}
+    assert set(run(source, output)[1]) == set(range(30)) - done
+    run(source, tmp_path / "fresh")
+    assert files(output) == files(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StoreError("no"), ZeroDivisionError], ids=str)
+@pytest.mark.parametrize("where", ["encoder", "progress", "publish"])
+def test_a_run_that_fails_leaves_nothing_half_visible_and_no_thread(
+    tmp_path: Path, error, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(StubEncoder):
+        def encode(self, row: Row) -> Sample:
+            if where == "encoder" and row.index == 9:
+                raise error
+            return super().encode(row)
+
+    def progress(report: Report) -> None:
+        if where == "progress" and report.rows == 9:
+            raise error
+
+    if where == "publish":
+        original = LocalFolder.write
+
+        def failing(self, name: str, content: bytes) -> None:
+            if name.startswith("00000008"):
+                raise error
+            original(self, name, content)
+
+        monkeypatch.setattr(LocalFolder, "write", failing)
+    kind = error if isinstance(error, type) else type(error)
+    with pytest.raises(kind):
+        run(StubSource.of(40), tmp_path / "out", encoder=Failing(), progress=progress)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("qie-")]
+    assert not list((tmp_path / "out").glob("*.partial"))
+    for index in published(tmp_path / "out"):
+        assert list(Shard(index).verify()) == []
+    monkeypatch.undo()
+    run(StubSource.of(40), tmp_path / "out")
+    run(StubSource.of(40), tmp_path / "fresh")
+    assert files(tmp_path / "out") == files(tmp_path / "fresh")

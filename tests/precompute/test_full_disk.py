@@ -1,0 +1,53 @@
+"""A disk that fills: a small tmpfs, where one may mount it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qie.errors import QieError
+from qie.precompute import precompute
+from qie.shards.reader import Shard
+from qie.shards.storage import published
+from tests.stubs import StubEncoder, StubSource
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.mark.parametrize("ballast", [0, 40_000, 60_000, 61_000, 62_000, 100_000, 180_000, 230_000])
+def test_a_disk_that_fills_leaves_nothing_half_visible_and_the_run_goes_on_when_there_is_room(
+    small_disk: Path, tmp_path: Path, ballast: int
+) -> None:
+    """`ballast` moves the moment: within a tar, at its end, or at its index."""
+    precompute(StubSource.of(64), StubEncoder(), tmp_path / "whole", rows=(0, 64), shard_size=4)
+    (small_disk / "ballast").write_bytes(bytes(ballast))
+    output = small_disk / "shards"
+    with pytest.raises(QieError) as refused:
+        precompute(StubSource.of(64), StubEncoder(), output, rows=(0, 64), shard_size=4)
+    assert "No space left" in str(refused.value) and str(output) in str(refused.value)
+
+    assert not list(output.glob("*.partial"))
+    for index in published(output):
+        assert list(Shard(index).verify()) == []
+    kept = {row for index in published(output) for row in range(*map(int, index.stem.split("-")))}
+
+    (small_disk / "ballast").unlink()
+    subprocess.run(["mount", "-o", "remount,size=4m", small_disk], check=True)
+    encoder = StubEncoder()
+    precompute(StubSource.of(64), encoder, output, rows=(0, 64), shard_size=4)
+    assert sorted(encoder.encoded) == sorted(set(range(64)) - kept)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()
+    }

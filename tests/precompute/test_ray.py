@@ -1,0 +1,181 @@
+"""On a Ray cluster: what one process writes, although workers die. In a process of its own, for Ray leaves traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qie.precompute import precompute
+from tests.conftest import ROOT
+from tests.precompute import openers
+from tests.stubs import StubEncoder
+
+pytest.importorskip("ray")
+
+ROWS, SHARD_SIZE, TIMEOUT_S = 60, 4, 150
+
+# Prints a line of JSON for each scenario. All on one cluster, for to start one takes longer than all of them.
+SCRIPT = """
+import json, logging, sys, time
+from functools import partial
+from pathlib import Path
+import ray
+from qie.precompute import Settings
+from qie.precompute.ray import gpus_of, precompute_on_ray
+from qie.stores import open_folder
+from tests.precompute import openers
+
+work, session = Path(sys.argv[1]), sys.argv[2]
+ray.init(
+    num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _temp_dir=session
+)
+
+def say(name, **values):
+    print(json.dumps({"name": name} | values), flush=True)
+
+def run(name, opener, gpus=0, rows=ROWS, **settings):
+    seen, started = [], time.monotonic()
+    try:
+        report = precompute_on_ray(
+            opener, open_folder(work / name), rows=(0, rows), gpus=gpus, shard_size=SHARD_SIZE,
+            settings=Settings(**settings), progress=lambda report: seen.append(report.rows),
+        )
+    except Exception as error:
+        say(name, error=type(error).__name__, base=[kind.__name__ for kind in type(error).__mro__], text=str(error))
+    else:
+        wall = time.monotonic() - started
+        say(name, seen=seen, wall=wall, skipped_rows=[gone.row for gone in report.skipped], **report.to_dict())
+
+run("plain", partial(openers.plain, ROWS))
+run("plain", partial(openers.plain, ROWS))
+run("dying", partial(openers.dying, ROWS, 30, str(work / "once"), str(work / "notes")))
+run("refusing", partial(openers.refusing, ROWS, 33), on_error="stop")
+run("gpus", partial(openers.plain, ROWS), gpus=1)
+run("slow", partial(openers.slow, 32), rows=32)
+say("counts", found=[gpus_of("auto", "auto"), gpus_of("cpu", "cpu"), gpus_of("cuda:0", "cuda:0"),
+                     gpus_of("cuda:0", "cuda:1"), gpus_of("cpu", "cuda:0")])
+ray.shutdown()
+""".replace("ROWS", str(ROWS)).replace("SHARD_SIZE", str(SHARD_SIZE))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def processes_of(session: str) -> list[int]:
+    """Processes that name this cluster's folder on their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if session.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return [process for process in found if process != os.getpid()]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict]]]:
+    """What the scenarios said, and the folder that they wrote to."""
+    work = tmp_path_factory.mktemp("ray")
+    session = tempfile.mkdtemp(prefix="qr", dir="/tmp")  # short: sockets lie there
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, work, session],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        try:
+            out, err = child.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            out, err = child.communicate(timeout=30)
+            pytest.fail(f"it did not end within {TIMEOUT_S} s\n{out}\n{err}")
+        assert child.returncode == 0, f"{out}\n{err}"
+        yield work, [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        left = processes_of(session)
+        assert left == [], "processes of Ray are left"
+    finally:
+        for process in processes_of(session):
+            os.kill(process, signal.SIGKILL)
+        shutil.rmtree(session, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("whole")
+    precompute(openers.rows(ROWS), StubEncoder(), folder, rows=(0, ROWS), shard_size=SHARD_SIZE)
+    return files(folder)
+
+
+def of(told: tuple[Path, list[dict]], name: str) -> list[dict]:
+    return [one for one in told[1] if one["name"] == name]
+
+
+def test_tasks_write_the_files_that_one_process_writes(told, whole: dict[str, bytes]) -> None:
+    first, second = of(told, "plain")
+    assert "error" not in first, first
+    assert files(told[0] / "plain") == whole
+    assert (first["rows"], first["encoded"], first["skipped"], first["shards_written"]) == (60, 58, 2, 15)
+    assert first["seen"] == sorted(first["seen"]) and first["seen"][-1] == 60
+    assert (second["encoded"], second["reused"], second["skipped"], second["shards_kept"]) == (0, 58, 2, 15)
+
+
+def test_a_task_whose_worker_was_killed_is_tried_again_and_goes_on_where_it_was(told, whole: dict[str, bytes]) -> None:
+    (report,) = of(told, "dying")
+    assert "error" not in report, report
+    assert (told[0] / "once").exists(), "no worker was killed"
+    assert files(told[0] / "dying") == whole
+    assert (report["rows"], report["skipped"]) == (60, 2)
+    assert report["encoded"] + report["reused"] == 58
+
+
+def test_an_error_of_a_task_arrives_as_it_is(told) -> None:
+    (failure,) = of(told, "refusing")
+    assert failure["error"] == "RowError", failure
+    assert "row 33 (row33)" in failure["text"] and "it is not wanted" in failure["text"]
+
+
+def test_too_few_gpus_are_an_error_of_usage(told) -> None:
+    (failure,) = of(told, "gpus")
+    assert failure["error"] == "UsageError", failure
+    assert "too few GPUs" in failure["text"]
+    assert not (told[0] / "gpus").exists()
+
+
+def test_skipped_rows_are_reported_in_their_order(told) -> None:
+    assert of(told, "plain")[0]["skipped_rows"] == [7, 20]
+
+
+def test_rates_are_of_the_time_that_passed(told) -> None:
+    """Not of the longest task's: several follow each other in each slot."""
+    (report,) = of(told, "slow")
+    assert report["seconds"] == pytest.approx(report["wall"], rel=0.3)
+    assert report["rows_per_s"] == pytest.approx(32 / report["wall"], rel=0.3)
+    encode = report["stages"]["encode"]
+    # A sample takes 0.05 s, in each of two slots.
+    assert 20 < encode["items_per_busy_s"] < 41
+    assert encode["busy"] <= 1
+
+
+def test_a_task_takes_as_many_gpus_as_its_devices_name(told) -> None:
+    assert of(told, "counts")[0]["found"] == [0, 0, 1, 2, 1]

@@ -1,0 +1,346 @@
+"""Raw WebDataset tars: webdataset's own rows, members' names, and tars that are cut."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_iterator
+
+from qie.data.sources import open_source, places, tars
+from qie.data.sources.tar_members import iter_members
+from qie.errors import RowError, SourceError
+from tests.sources.tables import names, refused, write_tar
+
+
+def members(key: str, *endings: str) -> list[tuple[str, bytes]]:
+    """Members of a row, which hold what they are called."""
+    return [(f"{key}.{ending}", f"{key}.{ending}".encode()) for ending in endings]
+
+
+ROW = ("target.png", "control.png", "txt")
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    return tmp_path / "x.tar"
+
+
+def one(tar: Path, *endings: str):
+    return open_source(write_tar(tar, members("a", *endings))).read(0)
+
+
+def test_a_row_is_the_bytes_of_its_members(tar: Path) -> None:
+    source = open_source(write_tar(tar, [*members("000", *ROW), *members("dir/001", *ROW)]))
+    row = source.read(1)
+    assert (row.index, row.name, row.target) == (1, "x.tar/dir/001", b"dir/001.target.png")
+    assert (row.controls, row.prompt, row.mask) == ((b"dir/001.control.png",), "dir/001.txt", None)
+    assert names(source) == ["x.tar/000", "x.tar/dir/001"] and source.part(0) == ""
+
+
+@pytest.mark.parametrize(
+    "target", ["jpg", "png", "jpeg", "webp", "target.webp", "edited_image.jpg", "TARGET.PNG", "image.png"]
+)
+def test_the_target_is_an_image_alone_or_called_so(tar: Path, target: str) -> None:
+    assert one(tar, "control.png", target, "txt").target == f"a.{target}".encode()
+
+
+@pytest.mark.parametrize("control", ["control.jpg", "source.png", "input.webp", "input_image.png", "path_control.png"])
+def test_the_control_goes_by_several_names(tar: Path, control: str) -> None:
+    assert one(tar, "jpg", control, "txt").controls == (f"a.{control}".encode(),)
+
+
+def test_further_controls_captions_and_the_mask_are_found(tar: Path) -> None:
+    row = one(tar, *ROW, "control_2.jpg", "control_1.png", "mask.png", "text_1.txt", "text_2.txt")
+    assert row.controls == (b"a.control.png", b"a.control_1.png", b"a.control_2.jpg")
+    assert (row.mask, row.more_prompts) == (b"a.mask.png", ("a.text_1.txt", "a.text_2.txt"))
+
+
+@pytest.mark.parametrize("prompt", ["txt", "prompt.txt", "caption", "caption.txt", "prompt", "Instruction.TXT"])
+def test_the_prompt_is_a_text(tar: Path, prompt: str) -> None:
+    assert one(tar, "png", "control.png", prompt).prompt == f"a.{prompt}"
+
+
+@pytest.mark.parametrize(
+    ("content", "prompts"),
+    [
+        ({"Prompt": "p", "target": "no.png", "id": 3}, ["p"]),
+        ({"caption": "p", "captions": ["p", "q"]}, ["p", "q"]),
+        ({"instruction": "p", "instruction_1": "q"}, ["p", "q"]),
+    ],
+)
+def test_the_prompt_may_be_in_json(tar: Path, content: object, prompts: list[str]) -> None:
+    write_tar(tar, [*members("a", "png", "control.png"), ("a.json", b"\xef\xbb\xbf" + json.dumps(content).encode())])
+    row = open_source(tar).read(0)
+    assert [row.prompt, *row.more_prompts] == prompts and row.target == b"a.png"
+
+
+def test_a_text_comes_before_json(tar: Path) -> None:
+    write_tar(tar, [*members("a", *ROW), ("a.json", b"not even json")])
+    assert open_source(tar).read(0).prompt == "a.txt"
+
+
+def test_other_members_are_passed_over(tar: Path) -> None:
+    assert one(tar, *ROW, "cls", "npy", "control.txt", "text.png", "name.png", "md5").name == "x.tar/a"
+
+
+@pytest.mark.parametrize(
+    ("endings", "reason"),
+    [
+        (("control.png", "txt"), "no target image"),
+        (("target.png", "txt"), "no control image"),
+        (("target.png", "control.png"), "no prompt"),
+        (("jpg", "png", "control.png", "txt"), "two files of a row say the same"),
+        (("target.png", "control.png", "control.jpg", "txt"), "two files of a row say the same"),
+        ((*ROW, "control_2.png"), "its controls are not numbered"),
+        ((*ROW, "text_2.txt"), "its prompts are not numbered"),
+    ],
+)
+def test_a_row_that_lacks_something_is_refused_and_keeps_its_index(
+    tar: Path, endings: tuple[str, ...], reason: str
+) -> None:
+    source = open_source(write_tar(tar, [*members("a", *endings), *members("b", *ROW)]))
+    with pytest.raises(RowError, match=reason) as caught:
+        source.read(0)
+    assert caught.value.where == f"{tar}, a"
+    assert source.read(1).prompt == "b.txt"
+
+
+@pytest.mark.parametrize(
+    ("ending", "content", "reason"),
+    [
+        ("txt", b"\xe9", "the prompt is not UTF-8"),
+        ("json", b"{", "no JSON"),
+        ("json", b"[" * 100_000, "no JSON"),
+        ("json", b"[]", "no JSON object"),
+        ("json", b'{"prompt": 3}', "wrong type"),
+        ("json", b'{"words": "p"}', "no prompt"),
+    ],
+)
+def test_a_text_that_is_none_is_refused_by_its_row(tar: Path, ending: str, content: bytes, reason: str) -> None:
+    write_tar(tar, [*members("a", "png", "control.png"), (f"a.{ending}", content)])
+    assert reason in refused(RowError, tar, 0).what
+
+
+def test_the_members_that_a_tar_lacks_are_named(tar: Path) -> None:
+    error = refused(SourceError, write_tar(tar, members("a", "cls", "jpg", "txt")))
+    assert "control image" in error.what and "end in cls, jpg, txt" in str(error.hint)
+
+
+@pytest.mark.parametrize("content", [[], [("README", b"x"), ("__meta__", b"x"), (".hidden.png", b"x")]])
+def test_a_tar_without_rows_is_refused(tar: Path, content: list[tuple[str, bytes]]) -> None:
+    assert refused(SourceError, write_tar(tar, content)).what == "the tar holds no rows"
+
+
+def test_a_member_that_stands_twice_is_refused(tar: Path) -> None:
+    assert refused(SourceError, write_tar(tar, members("a", *ROW, "TXT"))).found == "a.TXT"
+
+
+# As webdataset reads it
+
+
+NAMES = ["a.png", "a.b.c", "./a.png", "d.e/a.b.png", "a", ".a", "d/.a.b", "a.", "é/日本.target.png", "d/a.B", "x/y/z.w"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_members_are_divided_into_key_and_ending_as_webdataset_does(name: str) -> None:
+    match = tars._MEMBER.fullmatch(name)
+    assert (match.groups() if match else (None, None)) == base_plus_ext(name)
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_rows_are_those_of_webdataset(tar: Path, format: int) -> None:
+    keys = ["a", "d.e/b", "x/" * 60 + "c" * 80, "日本" * 10, "z", "a"]
+    content = [member for key in keys for member in members(key, *ROW, "control_1.png")]
+    content[3:3] = [("__meta__/x.png", b"-"), ("README", b"-"), ("__x__", b"-"), (".hidden.png", b"-")]
+    if format != tarfile.USTAR_FORMAT:
+        content += members("y" * 300, *ROW)
+    write_tar(tar, content, format=format)
+    with tar.open("rb") as file:
+        theirs = list(group_by_keys({"__url__": "", **member} for member in tar_file_iterator(file)))
+    source = open_source(tar)
+    assert names(source) == [f"x.tar/{sample['__key__']}" for sample in theirs]
+    for index, sample in enumerate(theirs):
+        row = source.read(index)
+        assert (row.target, row.prompt) == (sample["target.png"], sample["txt"].decode())
+        assert row.controls == tuple(sample[name] for name in ("control.png", "control_1.png") if name in sample)
+
+
+def test_hidden_files_in_folders_are_no_rows(tar: Path) -> None:
+    """macOS packs `d/._a.png` beside `d/a.png`."""
+    content = [item for member in members("d/a", *ROW) for item in ((f"d/._{member[0][2:]}", b"-"), member)]
+    source = open_source(write_tar(tar, content))
+    assert names(source) == ["x.tar/d/a"] and source.read(0).target == b"d/a.target.png"
+
+
+def test_links_folders_and_devices_are_passed_over(tar: Path) -> None:
+    with tarfile.open(tar, "w") as file:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
+            facts = tarfile.TarInfo("a.png")
+            facts.type, facts.linkname, facts.size = kind, "/etc/passwd", 5000  # some programs state the other's size
+            file.addfile(facts)
+    with tarfile.open(tar, "a") as file:
+        for name, content in members("a", *ROW):
+            facts = tarfile.TarInfo(name)
+            facts.size = len(content)
+            file.addfile(facts, io.BytesIO(content))
+    assert open_source(tar).read(0).target == b"a.target.png"
+
+
+def test_a_size_beyond_the_octal_field_is_understood() -> None:
+    """GNU tar writes sizes of 8 GiB and more in base 256, and pax in a header of its own."""
+    for format in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        facts = tarfile.TarInfo("a.png")
+        facts.size = 9 * 2**30
+        header = facts.tobuf(format)
+        with pytest.raises(SourceError, match="cut") as caught:
+            list(iter_members(io.BytesIO(header), len(header), "x.tar"))
+        assert caught.value.expected == f"{facts.size + len(header)} bytes"
+
+
+# Damage
+
+
+def test_a_tar_that_is_cut_anywhere_is_refused_by_its_name_and_byte(tar: Path) -> None:
+    content = write_tar(tar, [*members("a", *ROW), ("b.png", b"x" * 1500)]).read_bytes()
+    whole = 4 * 512 + 3 * 512 + 3 * 512
+    assert not content[whole : whole + 512].strip(b"\0")
+    for stop in [*range(0, whole + 512, 171), *range(512, whole + 512, 512), whole + 511]:
+        tar.write_bytes(content[:stop])
+        error = refused(SourceError, tar)
+        assert error.what == "the tar is cut" and str(error.where).startswith(f"{tar}, byte ")
+    tar.write_bytes(content[: whole + 512])
+    assert len(open_source(tar)) == 2
+
+
+def test_what_follows_the_end_marker_is_not_lost_silently(tar: Path) -> None:
+    content = write_tar(tar, members("a", *ROW)).read_bytes()
+    tar.write_bytes(content * 2)
+    assert "goes on after its end marker" in refused(SourceError, tar).what
+    tar.write_bytes(content + bytes(3 * 2**20))
+    assert len(open_source(tar)) == 1
+
+
+def test_every_damaged_byte_of_a_header_is_noticed(tar: Path) -> None:
+    content = write_tar(tar, members("a", *ROW)).read_bytes()
+    for at in range(1024, 1024 + 512, 3):
+        damaged = bytearray(content)
+        damaged[at] ^= 0x15
+        tar.write_bytes(damaged)
+        if not 148 <= at - 1024 < 156:
+            assert str(refused(SourceError, tar).where) == f"{tar}, byte 1024"
+
+
+@pytest.mark.parametrize("content", [b"x" * 2048, b"\x80" * 2048, b"PK\3\4" + bytes(1000)])
+def test_what_is_no_tar_is_refused(tar: Path, content: bytes) -> None:
+    tar.write_bytes(content)
+    assert refused(SourceError, tar).what == "the file is no tar"
+
+
+def test_a_compressed_tar_says_how_to_unpack_it(tar: Path, tmp_path: Path) -> None:
+    packed = gzip.compress(write_tar(tar, members("a", *ROW)).read_bytes() + bytes(range(256)) * 8)
+    tar.write_bytes(packed)
+    assert "gzip -d" in str(refused(SourceError, tar).hint)
+    (tmp_path / "x.tar.gz").write_bytes(packed)
+    assert "unpack it" in str(refused(SourceError, tmp_path / "x.tar.gz").hint)
+
+
+@pytest.mark.parametrize(
+    "record", [b"8 path=x\n", b"x path=x\n", b"12 path\n", b"0 x=y\n", b"25 GNU.sparse.major=1\n\n\n"]
+)
+def test_a_broken_pax_header_is_refused(tar: Path, record: bytes) -> None:
+    facts = tarfile.TarInfo("pax")
+    facts.type, facts.size = tarfile.XHDTYPE, len(record)
+    end = members("a", *ROW)
+    tar.write_bytes(facts.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0") + write_tar(tar, end).read_bytes())
+    assert refused(SourceError, tar).what == "the tar is damaged"
+
+
+def test_a_name_of_a_gigabyte_is_not_read(tar: Path) -> None:
+    facts = tarfile.TarInfo("././@LongLink")
+    facts.type, facts.size = b"L", 2**30
+    with tar.open("wb") as file:
+        file.write(facts.tobuf(tarfile.USTAR_FORMAT))
+        file.truncate(2**30 + 2048)
+    assert "a name of" in str(refused(SourceError, tar).found)
+
+
+# Several tars, laziness, threads, processes
+
+
+@pytest.mark.parametrize("place", ["", "*.tar", "x-{000..002}.tar", "x-00[0-2].tar"])
+def test_several_tars_follow_each_other(tmp_path: Path, place: str) -> None:
+    write_tar(tmp_path / "x-000.tar", [*members("a", *ROW), *members("b", *ROW)])
+    write_tar(tmp_path / "x-001.tar", [])
+    write_tar(tmp_path / "x-002.tar", members("a", *ROW))
+    source = open_source(tmp_path / place)
+    assert names(source) == ["x-000.tar/a", "x-000.tar/b", "x-002.tar/a"]
+    assert [source.read(index).name for index in range(3)] == names(source)
+
+
+def test_the_order_of_tars_is_not_that_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [str(write_tar(tmp_path / f"{name}.tar", members(name, *ROW))) for name in "cab"]
+    monkeypatch.setattr("glob.glob", lambda pattern, recursive: found)
+    assert names(open_source(tmp_path / "?.tar")) == ["a.tar/a", "b.tar/b", "c.tar/c"]
+
+
+def test_a_gap_in_braces_is_refused(tmp_path: Path) -> None:
+    write_tar(tmp_path / "x-0.tar", members("a", *ROW))
+    assert str(refused(SourceError, tmp_path / "x-{0..1}.tar").where).endswith("x-1.tar")
+
+
+def test_a_file_that_two_patterns_name_is_one(tmp_path: Path) -> None:
+    write_tar(tmp_path / "x.tar", members("a", *ROW))
+    assert len(open_source(tmp_path / "{x,*}.tar")) == 1
+
+
+@pytest.mark.parametrize("place", ["{a.tar", "{0..99999999}.tar", "{0..99}{0..99}.tar", "{0..9999999999..2}.tar"])
+def test_braces_that_cannot_be_expanded_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(places, "MAX_PATTERNS", 1000)
+    assert "the braces of a pattern" in refused(SourceError, tmp_path / place).what
+
+
+def test_a_tar_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:
+    write_tar(tmp_path / "x[0]{a,b}.tar", members("a", *ROW))
+    assert len(open_source(tmp_path / "x[0]{a,b}.tar")) == 1
+
+
+def test_opening_passes_over_what_members_hold(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    big = [(f"{row:03d}.{ending}", bytes(50_000)) for row in range(100) for ending in ROW]
+    write_tar(tar, big)
+    read = []
+
+    class Counted(io.FileIO):
+        def read(self, size: int = -1) -> bytes:  # type: ignore[override]
+            read.append(size)
+            return super().read(size)
+
+    monkeypatch.setattr("qie.data.sources.files.LocalFile.open", lambda file, size=0: Counted(file.path))
+    source = open_source(tar)
+    assert len(source) == 100 and sum(read[:-2]) == 2 + 512 * 301
+
+
+def test_many_threads_and_other_processes_read_the_same_rows(tar: Path) -> None:
+    source = open_source(write_tar(tar, [m for row in range(200) for m in members(f"{row:04d}", *ROW)]))
+    alone = [source.read(index) for index in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(source.read, range(200))) == alone
+    sent = pickle.dumps(source)
+    assert len(sent) < 200 * 100 + 2000
+    copy = pickle.loads(sent)
+    assert [copy.read(index) for index in range(200)] == alone
+
+
+def test_a_tar_that_changed_since_it_was_opened_stops_the_run(tar: Path) -> None:
+    source = open_source(write_tar(tar, members("a", *ROW)))
+    tar.write_bytes(tar.read_bytes() + b"\0")
+    with pytest.raises(SourceError, match="changed"):
+        source.read(0)

@@ -1,0 +1,259 @@
+"""Stages: overlapped or in turn, the same results in the same order; and whatever happens, no thread is left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from qie.stages import Load, Pipeline, Stage, in_turn
+
+TIMEOUT_S = 20
+PLACES = ["items", "first", "middle", "last"]
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("qie-")]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    assert threads() == []
+    yield
+    assert threads() == []
+
+
+def three(workers: int = 1, **works) -> list[Stage]:
+    return [Stage(name, works.get(name, lambda item: item), workers) for name in ("first", "middle", "last")]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 16])
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 100])
+def test_overlapped_the_results_are_those_in_turn_in_their_order(workers: int, depth: int, count: int) -> None:
+    stages = [Stage("add", lambda n: n + 1, workers), Stage("text", str, workers), Stage("twice", lambda s: s * 2)]
+    expected = [in_turn(stages, n) for n in range(count)]
+    assert list(Pipeline(stages, depth).run(range(count))) == expected
+
+
+def test_items_that_finish_in_reverse_leave_in_their_order() -> None:
+    finished = [threading.Event() for _ in range(5)]
+
+    def work(number: int) -> int:
+        """Each waits for the one behind it; the last of those that may be at work at once waits for none."""
+        if number < 4:
+            assert finished[number + 1].wait(TIMEOUT_S)
+        finished[number].set()
+        return number
+
+    assert list(Pipeline([Stage("reverse", work, workers=5)]).run(range(5))) == list(range(5))
+
+
+def test_none_is_an_item_like_any_other() -> None:
+    assert list(Pipeline([Stage("none", lambda item: None)]).run([None, 0, ""])) == [None] * 3
+
+
+def test_without_stages_the_items_come_as_they_are() -> None:
+    assert list(Pipeline([]).run(range(5))) == list(range(5))
+
+
+def test_the_vae_of_a_row_and_the_text_of_the_one_before_it_run_at_once() -> None:
+    meeting = threading.Barrier(2, timeout=TIMEOUT_S)
+
+    def vae(number: int) -> int:
+        if number:
+            meeting.wait()
+        return number
+
+    def text(number: int) -> int:
+        if number < 9:
+            meeting.wait()
+        return number
+
+    assert list(Pipeline([Stage("vae", vae), Stage("text", text)]).run(range(10))) == list(range(10))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_as_many_items_are_in_a_stage_at_once_as_it_has_workers(workers: int) -> None:
+    meeting = threading.Barrier(workers, timeout=TIMEOUT_S)
+    stage = Stage("meet", lambda item: meeting.wait() and None, workers)
+    assert len(list(Pipeline([stage]).run(range(4 * workers)))) == 4 * workers
+
+
+def test_a_stage_of_one_worker_never_has_two_items() -> None:
+    busy = threading.Lock()
+
+    def work(item: int) -> int:
+        assert busy.acquire(blocking=False)
+        try:
+            return sum(range(1000)) and item
+        finally:
+            busy.release()
+
+    assert len(list(Pipeline(three(middle=work)).run(range(200)))) == 200
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_consumer_that_is_slow_bounds_what_is_read(workers: int, depth: int) -> None:
+    # One that waits in front of the first queue; in each stage its workers', and one that waits behind it.
+    bound = 1 + 4 * depth + 3 * (workers + (workers > 1))
+    produced, consumed, most = 0, 0, 0
+    full = threading.Event()
+
+    def items() -> Iterator[int]:
+        nonlocal produced, most
+        for number in range(20 * bound):
+            produced += 1
+            most = max(most, produced - consumed)
+            if produced >= 1 + 4 * depth + 3:
+                full.set()
+            yield number
+
+    for _ in Pipeline(three(workers), depth).run(items()):
+        assert full.wait(TIMEOUT_S), "nothing is read ahead"
+        consumed += 1
+    assert consumed == 20 * bound
+    assert most <= bound + 1
+
+
+def failing_at(place: str, number: int, error: BaseException, workers: int) -> tuple[Iterator[int], list[Stage]]:
+    def fail(item: int) -> int:
+        if item == number:
+            raise error
+        return item
+
+    items = map(fail, range(100)) if place == "items" else iter(range(100))
+    return items, three(workers, **({} if place == "items" else {place: fail}))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("number", [0, 20, 99])
+def test_an_error_anywhere_is_raised_once_behind_what_came_before_it(place: str, workers: int, number: int) -> None:
+    error = ValueError("this one")
+    items, stages = failing_at(place, number, error, workers)
+    seen: list[int] = []
+    running = Pipeline(stages).run(items)
+    with pytest.raises(ValueError) as caught:
+        seen.extend(iter(lambda: next(running), None))
+    assert caught.value is error
+    assert seen == list(range(number)), "results from before the error are lost"
+    assert list(running) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_no_exception_is_raised_all_the_same(place: str, error: BaseException) -> None:
+    items, stages = failing_at(place, 5, error, 2)
+    with pytest.raises(type(error)):
+        list(Pipeline(stages).run(items))
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_stop_iteration_in_a_stage_does_not_pass_for_the_end(place: str, workers: int) -> None:
+    items, stages = failing_at(place, 5, StopIteration(), workers)
+    with pytest.raises(RuntimeError):
+        list(Pipeline(stages).run(items))
+
+
+def test_of_two_errors_the_one_of_the_earlier_item_is_raised() -> None:
+    late = threading.Event()
+
+    def first(number: int) -> int:
+        if number == 3:
+            late.set()
+            raise ValueError("the later item, at once")
+        return number
+
+    def last(number: int) -> int:
+        if number == 2:
+            assert late.wait(TIMEOUT_S)
+            raise KeyError("the earlier item")
+        return number
+
+    with pytest.raises(KeyError):
+        list(Pipeline(three(first=first, last=last), depth=4).run(range(9)))
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("taken", [0, 1, 7])
+def test_closed_early_it_ends_with_all_its_threads(workers: int, taken: int) -> None:
+    closed: list[bool] = []
+
+    def items() -> Iterator[int]:
+        try:
+            yield from range(10**9)
+        finally:
+            closed.append(True)
+
+    running = Pipeline(three(workers)).run(items())
+    for number in range(taken):
+        assert next(running) == number
+    running.close()
+    assert threads() == []
+    assert len(closed) == bool(taken), "the source was left open"
+
+
+def test_closed_while_a_stage_is_at_work_its_neighbours_end_and_it_is_waited_for() -> None:
+    reached, release = threading.Event(), threading.Event()
+
+    def middle(number: int) -> int:
+        if number == 1:
+            reached.set()
+            assert release.wait(TIMEOUT_S)
+        return number
+
+    running = Pipeline(three(middle=middle), depth=1).run(range(100))
+    assert next(running) == 0
+    assert reached.wait(TIMEOUT_S)
+    by_name = {thread.name: thread for thread in threads()}
+    assert set(by_name) == {"qie-items", "qie-first", "qie-middle", "qie-last"}
+    closing = threading.Thread(target=running.close)
+    closing.start()
+    for name in ("qie-items", "qie-first", "qie-last"):
+        by_name[name].join(TIMEOUT_S)
+        assert not by_name[name].is_alive(), name
+    assert closing.is_alive() and by_name["qie-middle"].is_alive()
+    release.set()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_an_error_of_the_consumer_ends_all_threads(error: type[BaseException], workers: int) -> None:
+    def consume() -> None:
+        for number in Pipeline(three(workers)).run(range(10**9)):
+            if number == 10:
+                raise error
+
+    with pytest.raises(error):
+        consume()
+    assert threads() == []
+
+
+def test_a_load_counts_items_and_the_time_of_its_workers() -> None:
+    pipeline = Pipeline([Stage("one", lambda n: n), Stage("many", lambda n: n, workers=3)])
+    assert pipeline.loads == {"one": Load(), "many": Load(workers=3)}
+    list(pipeline.run(range(50)))
+    assert {name: load.items for name, load in pipeline.loads.items()} == {"one": 50, "many": 50}
+    assert all(load.busy_s > 0 for load in pipeline.loads.values())
+
+
+def test_an_item_that_fails_was_worked_on_too() -> None:
+    pipeline = Pipeline([Stage("divide", lambda n: 1 // n)])
+    with pytest.raises(ZeroDivisionError):
+        list(pipeline.run([1, 1, 0]))
+    assert pipeline.loads["divide"].items == 3
+
+
+def test_the_share_of_a_load_is_of_all_its_workers_time() -> None:
+    assert Load(10, busy_s=6.0, workers=1).share(8.0) == 0.75
+    assert Load(10, busy_s=6.0, workers=3).share(8.0) == 0.25
+    assert Load(10, busy_s=6.0, workers=1).share(0.0) == 0.0
+    assert Load(1, 2.0, 3) + Load(10, 20.0, 30) == Load(11, 22.0, 33)
+    together = Load(10, 6.0, 1) + Load(10, 2.0, 1)
+    assert together.share(8.0) == 0.5
