@@ -127,7 +127,7 @@ class FreeEncoder:
         embed = torch.zeros(12, 8, dtype=torch.float16)
         latent = torch.zeros(16, 1, 4, 4, dtype=torch.float16)
         mask = torch.ones(12, dtype=torch.bool)
-        self._sample = Sample("", "", latent, (latent,), embed, mask, embed, mask, 10)
+        self._sample = Sample("", "", latent, (latent,), embed, mask, embed[10:], mask, 10)
         self.stages = (Stage("encode", self.encode_together),)
 
     def encode_together(self, rows: Sequence[Row]) -> list[Sample]:

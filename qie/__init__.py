@@ -14,7 +14,7 @@ _EXPORTS = {
     "Recipe": "qie.recipe",
     "Row": "qie.types",
     "Sample": "qie.types",
-    "ShardSet": "qie.shards.reader",
+    "ShardSet": "qie.shards.shard_set",
     "Stream": "qie.data.stream",
     "load_config": "qie.config",
     "open_checkpoint": "qie.pretrained",

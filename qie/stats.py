@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qie.errors import QieError
-from qie.shards.reader import Shard, require_disjoint
+from qie.shards.parts import require_disjoint
+from qie.shards.reader import Shard
 from qie.stores import File
 
 
@@ -101,7 +102,7 @@ def _conflicts(shards: Iterable[Shard]) -> list[str]:
     shards = list(shards)
     faults = []
     try:
-        require_disjoint(shards)
+        require_disjoint([shard.file for shard in shards])
     except QieError as error:
         faults.append(" ".join(str(error).split()))
     recipes = {shard.index.recipe.digest: shard.index.recipe for shard in shards}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -84,10 +84,10 @@ class Sample:
         control_latent: each control in order, [C, 1, H_i, W_i].
         prompt_embed: [L, D].
         prompt_embeds_mask: [L], all true for a single sample.
-        empty_prompt_embed: the same images with the null prompt, [L0, D].
+        empty_tail: the same images with the null prompt, without the tokens that both embeddings share, [L0 - S, D].
         empty_prompt_embeds_mask: [L0].
-        shared_prefix: number of leading tokens in which both embeddings are equal, because the images stand before
-            the prompt in a causal model. Stored once.
+        shared_prefix: S, the number of leading tokens in which both embeddings are equal, because the images stand
+            before the prompt in a causal model. Stored once.
         loss_mask: [H, W] uint8, 255 is foreground; None when the row has no mask.
         clipped: how many values were finite but beyond FP16's range and were clipped to ±65504.
         notes: what encoding did to the row that its owner may want to know; kept in the index, not in the record.
@@ -99,12 +99,19 @@ class Sample:
     control_latent: tuple[torch.Tensor, ...]
     prompt_embed: torch.Tensor
     prompt_embeds_mask: torch.Tensor
-    empty_prompt_embed: torch.Tensor
+    empty_tail: torch.Tensor
     empty_prompt_embeds_mask: torch.Tensor
     shared_prefix: int
     loss_mask: torch.Tensor | None = None
     clipped: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def empty_prompt_embed(self) -> torch.Tensor:
+        """The whole embedding of the null prompt, [L0, D]: joined anew each time."""
+        import torch
+
+        return torch.cat([self.prompt_embed[: self.shared_prefix], self.empty_tail])
 
     @property
     def shape(self) -> Shape:
@@ -122,6 +129,14 @@ class Shape:
     def __str__(self) -> str:
         controls = " + ".join(f"{w * 8}×{h * 8}" for h, w in self.controls)
         return f"{self.target[1] * 8}×{self.target[0] * 8} px from {controls}"
+
+
+class Facts(NamedTuple):
+    """What is known of a sample before it is encoded: its key, shape, and the length of its prompt's embedding."""
+
+    key: str
+    shape: Shape
+    tokens: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,7 +73,7 @@ def make_sample(
         control_latent=tuple(_values(generator, 16, 1, *size) for size in controls),
         prompt_embed=embed,
         prompt_embeds_mask=torch.ones(tokens, dtype=torch.bool),
-        empty_prompt_embed=empty,
+        empty_tail=empty[shared_prefix:],
         empty_prompt_embeds_mask=torch.ones(empty_tokens, dtype=torch.bool),
         shared_prefix=shared_prefix,
         loss_mask=loss_mask if masked else None,

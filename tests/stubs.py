@@ -10,7 +10,7 @@ import torch
 from qie.errors import RowError
 from qie.recipe import Recipe
 from qie.stages import Stage
-from qie.types import Row, Sample, Shape
+from qie.types import Facts, Row, Sample, Shape
 
 RECIPE = Recipe(
     family="edit",
@@ -39,11 +39,11 @@ class StubEncoder:
     def stages(self) -> tuple[Stage, ...]:
         return (Stage("encode", self.encode_together),)
 
-    def inspect(self, row: Row) -> tuple[str, Shape]:
+    def inspect(self, row: Row) -> Facts:
         if row.target == b"broken":
             raise RowError("the target is damaged: broken")
         key = self.recipe.key(row)
-        return key, SHAPES[int(key[:8], 16) % len(SHAPES)]
+        return Facts(key, SHAPES[int(key[:8], 16) % len(SHAPES)], 5 + int(key[8], 16))
 
     def encode_together(self, rows: list[Row]) -> list[Sample | RowError]:
         results: list[Sample | RowError] = []
@@ -55,14 +55,14 @@ class StubEncoder:
         return results
 
     def encode(self, row: Row) -> Sample:
-        key, shape = self.inspect(row)
+        key, shape, length = self.inspect(row)
         self.encoded.append(row.index)
         generator = torch.Generator().manual_seed(int(hashlib.sha256(key.encode()).hexdigest()[:15], 16))
 
         def draw(*size: int) -> torch.Tensor:
             return torch.randn(size, generator=generator).half()
 
-        length, prefix = 5 + int(key[8], 16), 4
+        prefix = 4
         prompt = draw(length, 8)
         empty = torch.cat([prompt[:prefix], draw(2, 8)])
         return Sample(
@@ -72,7 +72,7 @@ class StubEncoder:
             control_latent=tuple(draw(16, 1, *size) for size in shape.controls),
             prompt_embed=prompt,
             prompt_embeds_mask=torch.ones(length, dtype=torch.bool),
-            empty_prompt_embed=empty,
+            empty_tail=empty[prefix:],
             empty_prompt_embeds_mask=torch.ones(len(empty), dtype=torch.bool),
             shared_prefix=prefix,
         )

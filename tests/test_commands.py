@@ -134,6 +134,39 @@ def test_live_and_cached_training_give_the_same_losses(work: Path, tmp_path: Pat
     assert losses["live"] == losses["cached"]
 
 
+def losses(output: Path) -> list[tuple[int, float | None]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line.get("loss")) for line in lines]
+
+
+def test_training_that_writes_its_shards_follows_them_as_it_would_a_writer_beside_it(
+    work: Path, tmp_path: Path
+) -> None:
+    config = ["--config", work / "config.yaml", "--set", "validation.rows=0", "--set", "train.max_steps=16"]
+    written = [*config, "--set", f"cache.cache_dir={tmp_path / 'shards'}", "--set", "cache.write_through=true"]
+    run(train, *written, "--set", "cache.use_cache=false", "--set", f"train.output_dir={tmp_path / 'through'}")
+    run(train, *config, tmp_path / "shards", "--follow", "--set", f"train.output_dir={tmp_path / 'follow'}")
+    assert losses(tmp_path / "through") == losses(tmp_path / "follow")
+    samples = json.loads(run(stats, tmp_path / "shards", "--json").stdout)
+    assert samples["samples"] == 12, "all rows were written, not only those that training took"
+
+
+def test_following_needs_one_folder_and_a_source(work: Path, tmp_path: Path) -> None:
+    arguments = ["--config", work / "config.yaml", "--set", f"train.output_dir={tmp_path / 'run'}", "--follow"]
+    assert "one folder" in run(train, *arguments, work / "shards", work / "shards", code=2).stderr
+    assert "data.source is not set" in run(train, *arguments, work / "shards", "--set", "data.source=", code=2).stderr
+
+
+def test_a_compacted_index_is_written_on_request_and_training_is_the_same(work: Path, tmp_path: Path) -> None:
+    shutil.copytree(work / "shards", tmp_path / "shards")
+    config = ["--config", work / "config.yaml", "--set", "train.max_steps=3"]
+    run(train, *config, tmp_path / "shards", "--set", f"train.output_dir={tmp_path / 'one'}")
+    result = run(stats, tmp_path / "shards", "--compact")
+    assert f"compacted: {tmp_path / 'shards' / 'index.safetensors'}" in result.stdout
+    run(train, *config, tmp_path / "shards", "--set", f"train.output_dir={tmp_path / 'other'}")
+    assert losses(tmp_path / "one") == losses(tmp_path / "other")
+
+
 CHILD = """
 import sys
 import PIL.Image

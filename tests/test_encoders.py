@@ -268,7 +268,7 @@ def test_an_edit_sample_takes_little_more_than_half_of_six_full_tensors() -> Non
         control_latent=(half(16, 1, 128, 128),),
         prompt_embed=half(before + prompt, 3584),
         prompt_embeds_mask=torch.ones(before + prompt, dtype=torch.bool),
-        empty_prompt_embed=half(before + null, 3584),
+        empty_tail=half(null, 3584),
         empty_prompt_embeds_mask=torch.ones(before + null, dtype=torch.bool),
         shared_prefix=before,
     )

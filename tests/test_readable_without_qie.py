@@ -13,7 +13,7 @@ from safetensors.torch import load
 
 from qie.data.sources import open_source
 from qie.precompute import precompute
-from qie.shards.reader import ShardSet
+from qie.shards.shard_set import ShardSet
 
 
 @pytest.fixture(scope="module")

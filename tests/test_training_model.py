@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from qie.config import LoraConfig
-from qie.data.plan import PlannedBatch
+from qie.data.batches import collate
+from qie.data.epoch import PlannedBatch
 from qie.data.sources import open_source
-from qie.data.stream import collate
 from qie.errors import ConfigError, QieError
 from qie.pretrained import open_checkpoint
 from qie.training.model import add_lora, load_adapter, load_transformer, save_adapter, velocity

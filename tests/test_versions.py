@@ -6,24 +6,26 @@ import io
 import random
 import shutil
 from collections import defaultdict
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
 
 from qie.data import open_stream
-from qie.data.plan import other_versions
+from qie.data.epoch import plan_epoch
 from qie.data.samples import LiveSamples
 from qie.data.sources import open_source
 from qie.data.variants import Versions
 from qie.errors import QieError, RowError
 from qie.precompute import Settings, precompute
 from qie.shards.index import Entry
-from qie.shards.reader import ShardSet
-from qie.types import Augment, Batch, Row
+from qie.shards.shard_set import ShardSet
+from qie.shards.table import Columns
+from qie.types import Augment, Batch, Row, Shape
 from tests.stubs import RECIPE, StubEncoder, StubSource
 
 ROW = Row(5, "five", b"target", (b"one", b"two"), "first", b"mask", ("second", "third"))
@@ -146,7 +148,7 @@ def test_a_shard_holds_all_versions_of_each_row_in_their_order(tmp_path: Path) -
     found = write(source, tmp_path, THREE)
     assert [(entry.row, entry.variant) for entry in found.entries] == [(r, v) for r in range(10) for v in range(3)]
     assert found.keys == [RECIPE.key(version) for row in source.rows for version in THREE.of(row)]
-    assert found.rows == [position - position % 3 for position in range(30)]
+    assert found.columns.rows.tolist() == [position - position % 3 for position in range(30)]
     assert [found.load(position).prompt for position in range(3)] == ["p0", "p0 1", "p0 2"]
 
 
@@ -154,7 +156,7 @@ def test_rows_of_several_places_with_one_number_are_different_rows(tmp_path: Pat
     write(captioned(3), tmp_path / "a", THREE)
     write(StubSource.of(4), tmp_path / "b", Versions())
     found = ShardSet.open([tmp_path / "a", tmp_path / "b"])
-    assert found.rows == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 10, 11, 12]
+    assert found.columns.rows.tolist() == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 10, 11, 12]
 
 
 def test_a_version_that_cannot_be_encoded_is_skipped_by_itself(tmp_path: Path) -> None:
@@ -227,7 +229,7 @@ def test_captions_in_another_order_are_not_encoded_again_and_have_their_new_numb
 
 
 def epochs(stream, count: int) -> list[list[Batch]]:
-    iterator = iter(stream)
+    iterator = stream.forever()
     return [list(islice(iterator, len(stream))) for _ in range(count)]
 
 
@@ -255,38 +257,49 @@ def test_each_epoch_has_one_version_of_each_row_and_in_time_all_of_them(tmp_path
 
 def test_a_batch_holds_only_the_chosen_versions_even_where_it_is_filled_up(tmp_path: Path) -> None:
     write(captioned(5), tmp_path, THREE)
-    rows = ShardSet.open([tmp_path]).rows
     stream = open_stream(tmp_path, batch_size=4)
+    rows = stream.samples.columns.rows
+    filled_up = 0
     for _ in range(5):
-        epoch = stream.epoch
-        left_out = other_versions(rows, seed=0, epoch=epoch)
-        for batch in islice(iter(stream), len(stream)):
-            assert not left_out & set(batch.indices)
-        assert stream.epoch == epoch + 1
+        plan = stream.plan
+        chosen = {position for batch in plan for position, weight in zip(*astuple(batch), strict=True) if weight}
+        assert sorted(rows[list(chosen)]) == sorted(set(rows.tolist()))
+        batches = list(stream)
+        assert all(set(batch.indices) <= chosen for batch in batches)
+        filled_up += sum(0 in batch.weight.tolist() for batch in batches)
+    assert filled_up
+    assert (stream.epoch, stream.position) == (5, 0)
+
+
+def shown(rows: list[int], seed: int, epoch: int) -> list[int]:
+    """The positions that an epoch takes of versions of `rows`."""
+    same = np.zeros(len(rows), np.int32)
+    shapes = (Shape((4, 4), ((4, 4),)),)
+    columns = Columns(same, shapes, np.array(rows, np.int64), same, same, same)
+    plan = plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=1)
+    return sorted(position for batch in plan for position in batch.positions)
 
 
 def test_without_versions_nothing_is_left_out() -> None:
-    assert other_versions([], seed=0, epoch=0) == frozenset()
-    assert other_versions([0, 1, 2, 7], seed=0, epoch=0) == frozenset()
+    assert shown([0, 1, 2, 7], seed=0, epoch=0) == [0, 1, 2, 3]
 
 
 def test_the_versions_of_an_epoch_are_those_of_yesterday() -> None:
     """Written down: another draw would be another epoch, and a run that is resumed would go on in it."""
     rows = [number // 3 for number in range(18)]
-
-    def left(seed: int, epoch: int) -> list[int]:
-        return sorted(set(range(18)) - other_versions(rows, seed=seed, epoch=epoch))
-
-    assert left(0, 0) == [1, 4, 6, 10, 12, 15]
-    assert left(0, 1) == [0, 3, 8, 11, 12, 15]
-    assert left(7, 0) == [2, 4, 6, 10, 14, 15]
+    assert shown(rows, 0, 0) == [2, 4, 8, 11, 14, 16]
+    assert shown(rows, 0, 1) == [2, 5, 7, 9, 12, 17]
+    assert shown(rows, 7, 0) == [2, 5, 8, 11, 14, 15]
 
 
-def test_of_rows_with_different_numbers_of_versions_one_each_is_left() -> None:
+def test_of_rows_with_different_numbers_of_versions_one_each_is_shown() -> None:
     rows = [0, 0, 0, 1, 2, 2, 9, 9, 9, 9]
+    seen = set()
     for epoch in range(50):
-        left = set(range(10)) - other_versions(rows, seed=3, epoch=epoch)
-        assert sorted(rows[position] for position in left) == [0, 1, 2, 9]
+        positions = shown(rows, seed=3, epoch=epoch)
+        assert [rows[position] for position in positions] == [0, 1, 2, 9]
+        seen |= set(positions)
+    assert seen == set(range(10)), "a version is never shown"
 
 
 def assert_same(one: Batch, other: Batch) -> None:
@@ -305,7 +318,7 @@ def assert_live_equals_cached(source, encoder, output: Path, versions: Versions,
     live = open_stream(source, encoder=encoder, versions=versions, **settings)
     assert live.state_dict() == cached.state_dict()
     read = []
-    for one, other, _ in zip(cached, live, range(count), strict=False):
+    for one, other, _ in zip(cached.forever(), live.forever(), range(count), strict=False):
         assert_same(one, other)
         read.append(one)
     mine, theirs = cached.validation_batches(), live.validation_batches()
@@ -343,8 +356,8 @@ def test_so_they_are_with_real_encoders_mirrored_and_cropped(photos: Path, encod
 def test_a_row_kept_for_validation_is_kept_with_all_its_versions_and_validates_as_it_is(tmp_path: Path) -> None:
     found = write(captioned(12), tmp_path, THREE)
     stream = open_stream(tmp_path, validation_rows=4)
-    kept = {found.entries[position].row for position in stream.held_out}
-    assert len(kept) == 4 and len(stream.held_out) == 12
+    kept = {found.entries[position].row for position in np.flatnonzero(stream.held_out)}
+    assert len(kept) == 4 and stream.held_out.sum() == 12
     firsts = [entry.key for entry in found.entries if entry.variant == 0]
     assert [found.keys[batch.positions[0]] for batch in stream.validation_batches()] == sorted(firsts)[:4]
     for batches in epochs(stream, 6):
@@ -369,23 +382,23 @@ def test_a_stream_of_versions_goes_on_where_it_stopped(tmp_path: Path) -> None:
     write(captioned(7), tmp_path, THREE)
     whole, expected = open_stream(tmp_path, batch_size=2), []
     states = []
-    running = iter(whole)
+    running = whole.forever()
     for _ in range(25):
         states.append(whole.state_dict())
         expected.append(next(running).keys)
     for number in (0, 3, 9, 17):
         resumed = open_stream(tmp_path, batch_size=2)
         resumed.load_state_dict(states[number])
-        assert [batch.keys for batch in islice(iter(resumed), 6)] == expected[number : number + 6]
+        assert [batch.keys for batch in islice(resumed.forever(), 6)] == expected[number : number + 6]
 
 
 def test_a_caption_that_went_while_training_is_an_error(tmp_path: Path) -> None:
     source = captioned(2)
     live = LiveSamples.scan(source, StubEncoder(), THREE)
     changed = replace(live, source=source.changed(1, more_prompts=()))
-    assert changed.load(3).prompt == "p1"
+    assert changed.fetch(3).prompt == "p1"
     with pytest.raises(QieError, match="a row changed"):
-        changed.load(5)
+        changed.fetch(5)
 
 
 # What is done to pictures

@@ -25,7 +25,7 @@ from qie.config import Config, load_config
 from qie.data import open_stream
 from qie.encode.images import decode_image
 from qie.recipe import Recipe
-from qie.shards.reader import ShardSet
+from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes
 from qie.stats import Summary, summarise
 from qie.training.checkpoint import find_checkpoint

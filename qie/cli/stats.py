@@ -10,17 +10,21 @@ import click
 from qie.cli.common import Progress, explained, human_bytes, quiet_option
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from qie.stats import Summary
+    from qie.stores import File
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("shards", nargs=-1, required=True)
 @click.option("--verify", is_flag=True, help="Rehash every shard against its index.")
+@click.option("--compact", is_flag=True, help="Write one index of all shards into each folder: it opens in seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @quiet_option
 @explained
-def main(shards: tuple[str, ...], verify: bool, as_json: bool, quiet: bool) -> None:
-    """Summarise SHARDS: directories, globs, or patterns with {000..999} braces.
+def main(shards: tuple[str, ...], verify: bool, compact: bool, as_json: bool, quiet: bool) -> None:
+    """Summarise SHARDS: folders, globs, or patterns with {000..999} braces, paths or URLs.
 
     Exits with 1 when anything is wrong: unreadable or damaged shards, rows held twice, mixed recipes.
     """
@@ -32,11 +36,23 @@ def main(shards: tuple[str, ...], verify: bool, as_json: bool, quiet: bool) -> N
     indexes = find_indexes(shards)
     with Progress("verifying" if verify else "reading", len(indexes), "shards", quiet=quiet or not verify) as progress:
         summary = summarise(indexes, verify=verify, progress=progress.at)
+    if compact and not summary.faults:
+        _compact(indexes, quiet or as_json)
     if as_json:
         click.echo(json.dumps(summary.to_dict(), indent=2, ensure_ascii=False))
     else:
         _print(summary, verify)
     sys.exit(1 if summary.faults else 0)
+
+
+def _compact(indexes: Sequence[File], quiet: bool) -> None:
+    from qie.shards.compact import write_compact
+    from qie.shards.parts import compacted
+
+    for folder in {index.folder.url: index.folder for index in indexes}.values():
+        file = write_compact(folder, compacted(folder))
+        if not quiet:
+            click.echo(f"compacted: {file}")
 
 
 def _print(summary: Summary, verified: bool) -> None:

@@ -10,23 +10,26 @@ import click
 from qie.cli.common import Progress, config_option, explained, quiet_libraries, quiet_option, set_option
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from qie.config import Config
-    from qie.data.stream import Stream
+    pass
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("shards", nargs=-1)
 @config_option
 @click.option("--resume", metavar="DIR|latest", help="Go on from a checkpoint as if the run had never stopped.")
+@click.option("--follow", is_flag=True, help="Train on shards that qie-precompute is still writing.")
 @set_option
 @quiet_option
 @explained
 def main(
-    shards: tuple[str, ...], config_path: str, resume: str | None, overrides: tuple[str, ...], quiet: bool
+    shards: tuple[str, ...],
+    config_path: str,
+    resume: str | None,
+    follow: bool,
+    overrides: tuple[str, ...],
+    quiet: bool,
 ) -> None:
-    """Train on SHARDS: directories, globs, or patterns with {000..999} braces.
+    """Train on SHARDS: folders, globs, or patterns with {000..999} braces, paths or URLs.
 
     Without SHARDS those in cache.cache_dir are used; with cache.use_cache false, or without a cache_dir, the rows of
     data.source are encoded live.
@@ -35,6 +38,7 @@ def main(
     """
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
+    from qie.cli.streams import training_stream
     from qie.config import load_config
     from qie.pretrained import open_checkpoint
     from qie.training.loop import train
@@ -51,9 +55,11 @@ def main(
         log_with=config.logging.report_to or None,
         project_dir=config.train.output_dir,
     )
-    stream = _stream(config, checkpoint.family.name, shards, accelerator, quiet or not accelerator.is_main_process)
     quiet = quiet or not accelerator.is_main_process
-    with Progress("training", config.train.max_steps, "steps", quiet=quiet) as progress:
+    with (
+        training_stream(config, checkpoint.family.name, shards, accelerator, follow=follow, quiet=quiet) as stream,
+        Progress("training", config.train.max_steps, "steps", quiet=quiet) as progress,
+    ):
         outcome = train(
             config,
             checkpoint,
@@ -66,44 +72,6 @@ def main(
     if accelerator.is_main_process:
         state = "stopped" if outcome.interrupted else "done"
         click.echo(f"{state} after {outcome.step} steps; adapter and state in {outcome.checkpoint}")
-
-
-def _stream(config: Config, family: str, shards: tuple[str, ...], accelerator: Accelerator, quiet: bool) -> Stream:
-    from qie.data import open_stream
-    from qie.errors import RecipeMismatchError
-
-    settings = {
-        "batch_size": config.data.batch_size,
-        "seed": config.train.seed,
-        "tail": config.data.tail,
-        "validation_rows": config.validation.rows,
-        "rank": accelerator.process_index,
-        "world_size": accelerator.num_processes,
-    }
-    places = shards or ((config.cache.cache_dir,) if config.cache.use_cache and config.cache.cache_dir else ())
-    if places:
-        stream = open_stream(places, **settings)
-        found = stream.samples.recipe
-        if found.family != family:
-            raise RecipeMismatchError(
-                "the shards are of another model family",
-                where=", ".join(places),
-                expected=family,
-                found=f"{found.family} (recipe {found.digest})",
-                hint="train the model that they were made for, or precompute again for this one",
-            )
-        return stream
-
-    from qie.cli.assemble import open_encoder, open_rows, versions
-
-    source = open_rows(config, "SHARDS, cache.cache_dir, or a source of rows")
-    with Progress("looking at", len(source), "rows", quiet=quiet) as progress:
-        stream = open_stream(
-            source, encoder=open_encoder(config), versions=versions(config), progress=progress.at, **settings
-        )
-    for row in stream.samples.skipped:
-        click.echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
-    return stream
 
 
 if __name__ == "__main__":  # accelerate launch --module qie.cli.train

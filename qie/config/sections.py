@@ -33,6 +33,11 @@ def _no(value: object) -> object:
     return "no" if value is False else value
 
 
+def _off(value: object) -> object:
+    """YAML reads an unquoted `off` as false."""
+    return "off" if value is False else value
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -94,6 +99,16 @@ class DataConfig(Section):
     multiple_px: Literal[16, 32, 64] | None = Field(None, description="Sizes by area are multiples of it; null: 32.")
     background: str = Field("#ffffff", description="Colour behind transparent images.")
     augment: AugmentConfig = AugmentConfig()
+    order: Literal["shuffle", "blocks"] = Field(
+        "shuffle",
+        description="blocks: shuffled within block_size shards at a time, for stores that are slow at random.",
+    )
+    block_size: PositiveInt = Field(16, description="Shards in a block.")
+    similar_lengths: NonNegativeInt = Field(
+        64, description="So many batches of a shape are filled by prompt length, so that they pad little; 0: none."
+    )
+    prefetch: PositiveInt = Field(2, description="Batches prepared ahead.")
+    reader_threads: PositiveInt = Field(2, description="How many are prepared at once; live encoding takes one more.")
     max_image_px: int = Field(
         178_956_970, gt=0, le=178_956_970, description="Larger images are refused; Pillow takes none above the default."
     )
@@ -107,6 +122,14 @@ class DataConfig(Section):
         if self.area_px == []:
             raise ValueError("area_px is an empty list")
         return self
+
+
+class KeepConfig(Section):
+    """What of the samples stays in memory after its first use, for datasets that fit."""
+
+    latents: Literal["none", "cpu", "gpu"] = "none"
+    embeds: Literal["none", "cpu", "gpu"] = "none"
+    budget_bytes: PositiveInt = Field(8 * 10**9, description="Altogether; what comes when it is spent is not kept.")
 
 
 class CacheConfig(Section):
@@ -129,6 +152,18 @@ class CacheConfig(Section):
         False, description="Rows with the same controls share their pass through Qwen2.5-VL; about 1e-6 from exact."
     )
     compile: bool = Field(False, description="Run the VAE through torch.compile.")
+    verify: Annotated[Literal["off", "first", "always"], BeforeValidator(_off)] = Field(
+        "first", description="When a record is checked against its hash: never, when first read, or always."
+    )
+    local_dir: LocalPath | None = Field(
+        None, description="Keep shards from URLs in this folder, for all processes here."
+    )
+    local_bytes: PositiveInt = Field(100 * 10**9, description="How much of them; what was used longest ago goes first.")
+    keep: KeepConfig = KeepConfig()
+    write_through: bool = Field(
+        False, description="Encoding live, write the shards to cache_dir in the first epoch and train on them then on."
+    )
+    follow_timeout_s: PositiveFloat = Field(3600.0, description="How long to wait for the next shard with --follow.")
 
 
 class TrainConfig(Section):

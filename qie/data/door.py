@@ -6,42 +6,60 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
+from qie.data.memory import Keep, KeptSamples
 from qie.data.samples import LiveSamples, RowEncoder, Samples
 from qie.data.sources import Source, open_source
 from qie.data.stream import Stream
 from qie.data.variants import Versions
-from qie.shards.reader import ShardSet
+from qie.shards.cache import ShardCache
+from qie.shards.shard_set import ShardSet, Verify
+
+Places = str | Path | Iterable[str | Path]
 
 
 def open_stream(
-    data: str | Path | Source | Iterable[str | Path],
+    data: Places | Source,
     *,
     batch_size: int = 1,
     encoder: RowEncoder | None = None,
+    shards: Places | None = None,
     versions: Versions | None = None,
+    verify: Verify = "first",
+    cache: ShardCache | None = None,
+    keep: Keep | None = None,
     progress: Callable[[int], object] = lambda done: None,
     **settings: Any,
 ) -> Stream:
     """A stream over shards, or, given an `encoder`, over raw rows.
 
     Args:
-        data: without an encoder, directories, globs or brace patterns of shards (one or several); with one, a source or
-            its folder.
+        data: without an encoder, folders, globs or brace patterns of shards (one or several), paths or URLs; with one,
+            a source or its place.
         batch_size: samples per batch of this process.
         encoder: encodes rows live, ahead in the background.
+        shards: where rows are looked for, by content, before they are encoded; only with an encoder.
         versions: which versions of raw rows there are; one each without.
+        verify: when records are checked against their hashes, see `ShardSet`.
+        cache: keeps remote shards on the local disk.
+        keep: keeps samples in memory after their first use.
         progress: called with the number of rows looked at while raw rows are scanned.
-        settings: further fields of `Stream`, such as seed, tail, rank and world_size.
+        settings: further fields of `Stream`, such as seed, tail, order, rank and world_size.
 
     Raises:
         UsageError: nothing was found.
         ShardError: shards are damaged, or of several recipes.
+        StoreError: a store cannot be reached.
     """
-    place = isinstance(data, (str, Path))
     samples: Samples
-    if encoder is not None:
-        source = open_source(cast("str | Path", data)) if place else cast(Source, data)
-        samples = LiveSamples.scan(source, encoder, versions, progress)
+    if encoder is None:
+        samples = ShardSet.open(_several(cast(Places, data)), verify=verify, cache=cache)
     else:
-        samples = ShardSet.open(cast("list[str | Path]", [data] if place else data))
-    return Stream(samples, batch_size, **settings)
+        source = open_source(data) if isinstance(data, (str, Path)) else cast(Source, data)
+        stored = None if shards is None else ShardSet.open(_several(shards), verify=verify, cache=cache)
+        samples = LiveSamples.scan(source, encoder, versions, progress, stored)
+        settings["threads"] = max(settings.get("threads", 2), len(encoder.stages))
+    return Stream(KeptSamples(samples, keep) if keep else samples, batch_size, **settings)
+
+
+def _several(places: Places) -> Iterable[str | Path]:
+    return [places] if isinstance(places, (str, Path)) else places

@@ -4,78 +4,99 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
-from qie.data.plan import PLAN_VERSION, PlannedBatch, Tail, held_out, other_versions, plan_epoch
+from qie.data.batches import collate
+from qie.data.epoch import PLAN_VERSION, Order, Plan, PlannedBatch, Tail, held_out, plan_epoch
 from qie.data.samples import Samples
 from qie.errors import UsageError
-from qie.recipe import canonical_json
-from qie.types import Batch, Sample
+from qie.types import Batch
 
 
-@dataclass
-class Stream:
-    """Batches of `samples`, epoch after epoch, without end. Iterate it again to go on where it stands.
+@dataclass(eq=False)
+class Stream(IterableDataset[Batch]):
+    """Batches of `samples`. Iterated, it gives those of the current epoch that are left; again, those of the next one.
 
-    Its whole state is (epoch, batches handed out in it). What is on its way in the background is not part of it.
+    Its whole state is (epoch, batches handed out in it). What is on its way in the background is not part of it. It
+    takes the place of a torch DataLoader, or goes into one with `batch_size=None` and no workers.
 
     Attributes:
         samples: where they come from.
         batch_size: samples per batch of this process.
         seed: decides every epoch's order.
-        tail: see `plan_epoch`.
-        validation_rows: number of samples kept out, see `held_out`.
+        tail, order, block_size, similar_lengths: see `plan_epoch`.
+        weights: how often the rows of a source are drawn per epoch, by its name; once without.
+        validation_rows: number of rows kept out, see `held_out`.
         rank, world_size: which slice of each global batch this process takes.
-        prefetch: batches that are prepared ahead by a background thread.
+        prefetch: batches that are prepared ahead.
+        threads: how many are prepared at once.
+        pinned: batches are in page-locked memory; by default when there is a GPU.
     """
 
     samples: Samples
     batch_size: int
     seed: int = 0
     tail: Tail = "pad"
+    order: Order = "shuffle"
+    block_size: int = 16
+    similar_lengths: int = 64
+    weights: Mapping[str, float] = field(default_factory=dict)
     validation_rows: int = 0
     rank: int = 0
     world_size: int = 1
     prefetch: int = 2
+    threads: int = 2
+    pinned: bool = field(default_factory=torch.cuda.is_available)
     epoch: int = field(default=0, init=False)
     position: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        rows, keys = self.samples.rows, self.samples.keys
-        firsts = [position for position, row in enumerate(rows) if position == 0 or row != rows[position - 1]]
-        chosen = {firsts[number] for number in held_out([keys[first] for first in firsts], self.validation_rows)}
-        self._validation = sorted(chosen, key=lambda position: (keys[position], position))
-        kept_out = {rows[position] for position in chosen}
-        # A row of other content may have a version that equals one of them.
-        seen = {key for key, row in zip(keys, rows, strict=True) if row in kept_out}
-        self.held_out = frozenset(
-            position for position, row in enumerate(rows) if row in kept_out or keys[position] in seen
-        )
-        if len(self.held_out) == len(keys):
+        columns, digests = self.samples.columns, self.samples.digests
+        self._columns = columns
+        self._validation, self.held_out = held_out(digests, columns.rows, self.validation_rows)
+        _hold_out_equals(self.held_out, digests)
+        if len(columns) and self.held_out.all():
             raise UsageError(
                 "validation.rows leaves nothing to train on",
-                expected=f"fewer than {len({keys[first] for first in firsts})} rows",
+                expected=f"fewer than {len(np.unique(columns.rows))} rows",
                 found=self.validation_rows,
             )
-        self.plan = self._plan()
+        self._plans: dict[int, Plan] = {}
+        self._plan(self.epoch)
+
+    @property
+    def plan(self) -> Plan:
+        """All batches of the current epoch, of all processes."""
+        return self._plan(self.epoch)
 
     def __len__(self) -> int:
         """Batches of the current epoch."""
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Batch]:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="qie-stream") as pool:
+        left = len(self) - self.position
+        return islice(self.forever(), left)
+
+    def forever(self) -> Iterator[Batch]:
+        """Batches from where the stream stands, epoch after epoch, without end or pause between them."""
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="qie-stream") as pool:
             ahead: deque[Future[Batch]] = deque()
             upcoming = self._iter_planned()
             try:
                 while True:
-                    while len(ahead) <= self.prefetch:
-                        ahead.append(pool.submit(self.load, next(upcoming)))
+                    while len(ahead) <= self.prefetch and (planned := next(upcoming)):
+                        ahead.append(pool.submit(self.load, planned))
+                    if not ahead:
+                        self._wait()
+                        continue
                     batch = ahead.popleft().result()
                     self._advance()
                     yield batch
@@ -85,7 +106,12 @@ class Stream:
 
     def load(self, planned: PlannedBatch) -> Batch:
         """The batch of a plan's entry."""
-        return collate([self.samples.load(position) for position in planned.positions], planned)
+        samples = [self.samples.fetch(position) for position in planned.positions]
+        return collate(samples, planned, pinned=self.pinned)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Stand at the start of an epoch."""
+        self.epoch, self.position = epoch, 0
 
     def validation_batches(self) -> list[PlannedBatch]:
         """The rows that are kept out, each as it is (not its further versions), one per batch, by their keys."""
@@ -111,75 +137,66 @@ class Stream:
                 hint="resume with the same data and settings, or start a new run from the saved weights",
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self.plan = self._plan()
 
-    def _iter_planned(self) -> Iterator[PlannedBatch]:
-        """This process's batches from where the stream stands, without moving it."""
-        epoch, start, plan = self.epoch, self.position, self.plan
+    def _wait(self) -> None:
+        """Until there is a further batch: here, there always is."""
+
+    def _iter_planned(self) -> Iterator[PlannedBatch | None]:
+        """This process's batches from where the stream stands, without moving it; None while there is none yet."""
+        epoch, start = self.epoch, self.position
         while True:
-            yield from (batch.slice(self.rank, self.world_size) for batch in plan[start:])
-            epoch, start = epoch + 1, 0
             plan = self._plan(epoch)
+            yield from (plan[number].slice(self.rank, self.world_size) for number in range(start, len(plan)))
+            epoch, start = epoch + 1, 0
 
     def _advance(self) -> None:
         self.position += 1
         if self.position == len(self.plan):
             self.epoch, self.position = self.epoch + 1, 0
-            self.plan = self._plan()
 
-    def _plan(self, epoch: int | None = None) -> list[PlannedBatch]:
-        epoch = self.epoch if epoch is None else epoch
-        return plan_epoch(
-            self.samples.shapes,
-            seed=self.seed,
-            epoch=epoch,
-            global_batch_size=self.batch_size * self.world_size,
-            tail=self.tail,
-            leave_out=self.held_out | other_versions(self.samples.rows, seed=self.seed, epoch=epoch),
-        )
+    def _plan(self, epoch: int) -> Plan:
+        """The plan of an epoch. Two are kept: at an epoch's end, batches of the next one are on their way."""
+        if epoch not in self._plans:
+            while len(self._plans) > 1:
+                del self._plans[next(iter(self._plans))]
+            self._plans[epoch] = plan_epoch(
+                self._columns,
+                seed=self.seed,
+                epoch=epoch,
+                global_batch_size=self.batch_size * self.world_size,
+                tail=self.tail,
+                order=self.order,
+                block_size=self.block_size,
+                source_weights=[self.weights.get(name, 1.0) for name in self._columns.source_names],
+                leave_out=self.held_out,
+                similar_lengths=self.similar_lengths,
+            )
+        return self._plans[epoch]
 
     def _identity(self) -> dict[str, Any]:
+        return self._settings() | {"samples": short_hash(self.samples.digests)}
+
+    def _settings(self) -> dict[str, Any]:
+        """What decides the batches, but for the samples."""
         return {
-            "samples": hashlib.sha256(canonical_json(list(self.samples.keys)).encode()).hexdigest()[:16],
             "seed": self.seed,
             "global_batch_size": self.batch_size * self.world_size,
             "tail": self.tail,
+            "order": [self.order, self.block_size, self.similar_lengths],
+            "weights": dict(self.weights),
             "validation_rows": self.validation_rows,
             "plan_version": PLAN_VERSION,
         }
 
 
-def collate(samples: Sequence[Sample], planned: PlannedBatch) -> Batch:
-    """Samples of one shape as a batch."""
-    prompt, prompt_mask = _pad([sample.prompt_embed for sample in samples])
-    empty, empty_mask = _pad([sample.empty_prompt_embed for sample in samples])
-    controls = zip(*(sample.control_latent for sample in samples), strict=True)
-    return Batch(
-        keys=tuple(sample.key for sample in samples),
-        indices=planned.positions,
-        weight=torch.tensor(planned.weights),
-        pixel_latent=torch.stack([sample.pixel_latent for sample in samples]),
-        control_latent=tuple(torch.stack(latents) for latents in controls),
-        prompt_embed=prompt,
-        prompt_embeds_mask=prompt_mask,
-        empty_prompt_embed=empty,
-        empty_prompt_embeds_mask=empty_mask,
-        loss_mask=_loss_mask(samples),
-    )
+def short_hash(digests: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(digests).data).hexdigest()[:16]
 
 
-def _pad(embeds: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Stack [L_i, D] to [B, L, D] with zeros, and the mask of what is no padding; None when there is no padding."""
-    lengths = torch.tensor([len(embed) for embed in embeds])
-    longest = int(lengths.max())
-    if int(lengths.min()) == longest:
-        return torch.stack(embeds), None
-    return torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True), torch.arange(longest) < lengths[:, None]
-
-
-def _loss_mask(samples: Sequence[Sample]) -> torch.Tensor | None:
-    if all(sample.loss_mask is None for sample in samples):
-        return None
-    height, width = samples[0].shape.target
-    everything = torch.full((height, width), 255, dtype=torch.uint8)
-    return torch.stack([everything if sample.loss_mask is None else sample.loss_mask for sample in samples])
+def _hold_out_equals(mask: np.ndarray, digests: np.ndarray) -> None:
+    """Keep out, too, what equals a sample that is kept out: a version of a row of other content may."""
+    kept_out = {bytes(digest) for digest in digests[mask]}
+    if kept_out:
+        heads = np.ascontiguousarray(digests[:, :8]).view(np.uint64).ravel()
+        for position in np.flatnonzero(np.isin(heads, heads[mask]) & ~mask):
+            mask[position] = bytes(digests[position]) in kept_out

@@ -14,7 +14,7 @@ from PIL import Image
 
 from qie.encode.fp16 import Stored, to_storage
 from qie.encode.images import MAX_IMAGE_PX, to_pixels
-from qie.encode.memo import Memo
+from qie.encode.memo import LATENTS_BYTES, SEEN_BYTES, Memo
 from qie.encode.options import EncoderOptions, make_recipe
 from qie.encode.rows import DecodedRow, decode_row, see
 from qie.encode.text import MAX_POSITIONS, Patches, PromptEmbeds, PromptEncoder, Seen, check_prompt
@@ -23,16 +23,9 @@ from qie.errors import QieError, RowError
 from qie.pretrained import Checkpoint
 from qie.recipe import NULL_PROMPT, Recipe
 from qie.stages import Stage, in_turn
-from qie.types import Row, Sample, Shape
+from qie.types import Facts, Row, Sample
 
 T = TypeVar("T")
-
-
-LATENTS_BYTES = 1 << 30
-"""How much memory latents of images that may come again may take: about 2,000 at 1024²."""
-
-SEEN_BYTES = 1 << 30
-"""The same for what the vision tower saw of controls: about 50 at 1024² in float32, 400 at 384² in bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +101,10 @@ class Encoder:
         dtype = getattr(torch, self.recipe.text_dtype)
         return PromptEncoder(self.checkpoint, self._text_device, dtype, continued=self.recipe.continued)
 
-    def inspect(self, row: Row) -> tuple[str, Shape]:
-        """Key and shape of a row without encoding it. Raises RowError as `encode` would, but for NaN and infinity."""
-        return self.recipe.key(row), self._decode(row).shape
+    def inspect(self, row: Row) -> Facts:
+        """What is known of a row without encoding it. Raises RowError as `encode` would, but for NaN and infinity."""
+        decoded = self._decode(row)
+        return Facts(self.recipe.key(row), decoded.shape, self._count_tokens(decoded))
 
     def encode(self, row: Row) -> Sample:
         """The row's sample, in host memory.
@@ -156,13 +150,15 @@ class Encoder:
 
     def _decode(self, row: Row) -> DecodedRow:
         decoded = decode_row(row, self.recipe, self._max_image_px)
-        sizes = [control.text_size(self.recipe) for control in decoded.controls]
-        tokens = self.text.count_tokens(sizes, decoded.prompt)
+        tokens = self._count_tokens(decoded)
         # The transformer's text positions begin behind the largest half side of an image, in patches of 2×2.
         room = MAX_POSITIONS - max(max(size) for size in (decoded.shape.target, *decoded.shape.controls)) // 4
         if tokens > room:
             raise RowError("the prompt is too long", expected=f"at most {room} tokens, images included", found=tokens)
         return decoded
+
+    def _count_tokens(self, row: DecodedRow) -> int:
+        return self.text.count_tokens([control.text_size(self.recipe) for control in row.controls], row.prompt)
 
     def _prepare(self, row: Row) -> _Prepared:
         decoded = self._decode(row)
@@ -224,7 +220,7 @@ class Encoder:
             control_latent=tuple(control.values for control in row.controls),
             prompt_embed=prompt.values,
             prompt_embeds_mask=torch.ones(len(prompt.values), dtype=torch.bool),
-            empty_prompt_embed=torch.cat([prompt.values[:prefix], empty_tail.values]),
+            empty_tail=empty_tail.values,
             empty_prompt_embeds_mask=torch.ones(prefix + len(empty_tail.values), dtype=torch.bool),
             shared_prefix=prefix,
             loss_mask=prepared.loss_mask,

@@ -9,6 +9,12 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+LATENTS_BYTES = 1 << 30
+"""How much memory latents of images that may come again may take: about 2,000 at 1024²."""
+
+SEEN_BYTES = 1 << 30
+"""The same for what the vision tower saw of controls: about 50 at 1024² in float32, 400 at 384² in bfloat16."""
+
 
 class Memo(Generic[T]):
     """What was computed last, by key; what was not asked for longest goes first.

@@ -96,7 +96,7 @@ def estimate(
 
 def _look(row: Row, encoder: RowEncoder, records: Records) -> _Found:
     try:
-        key, shape = encoder.inspect(row)
+        key, shape, _ = encoder.inspect(row)
     except RowError as error:
         return row, error, "", None
     return row, shape, key, records.entry(key)

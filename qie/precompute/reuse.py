@@ -80,7 +80,7 @@ class Records:
 
         On a local disk only, and only of the last shards: to move rows far, write to another folder and reuse this one.
         """
-        shard.keep_open()
+        shard.tar.keep_open()
         with self._lock:
             while len(self._kept) >= _KEPT_SHARDS:
                 del self._kept[next(iter(self._kept))]
@@ -126,7 +126,7 @@ class Records:
             if file.size() is None:
                 return
             shard = Shard(file)
-            shard.keep_open()
+            shard.tar.keep_open()
             with self._lock:
                 while len(self._open) >= _OPEN_SHARDS:
                     del self._open[next(iter(self._open))]

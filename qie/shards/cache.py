@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,20 +25,23 @@ PARALLEL_PARTS = 4
 ATTEMPTS = 2
 
 
+_OURS = re.compile(r"[0-9a-f]{64}\.tar(\.partial)?")
+
+
 @dataclass(frozen=True)
 class ShardCache:
     """A folder of shards that were fetched.
 
     Attributes:
         root: the folder, on a local disk; made when something is fetched.
-        budget_bytes: how much it may hold.
+        budget_bytes: how much it may hold, what is on its way included.
     """
 
     root: Path
     budget_bytes: int
 
     def fetch(self, file: File, size: int, sha256: str) -> Path | None:
-        """The local copy of a tar, fetched if it is not there; None if it is larger than the budget.
+        """The local copy of a tar, fetched if it is not there; None if the budget has no room for it now.
 
         Raises:
             ShardError: what arrives has another hash, twice.
@@ -46,13 +50,41 @@ class ShardCache:
         if size > self.budget_bytes:
             return None
         path = self._path(sha256)
-        if not _touch(path, size):
+        if not self.touch(size, sha256):
             self.root.mkdir(parents=True, exist_ok=True)
-            with _locked(self.root / f"{sha256}.lock"):
-                if not _touch(path, size):  # another process may have fetched it while we waited
-                    self._make_room(size)
-                    _download(file, size, sha256, path)
+            with _locked(path.with_suffix(".lock")):
+                if not self.touch(size, sha256):  # another process may have fetched it while we waited
+                    partial = path.with_suffix(".tar.partial")
+                    if not self._reserve(partial, size):
+                        return None
+                    _download(file, size, sha256, partial)
+                    partial.replace(path)
         return path
+
+    def read(self, file: File, size: int, sha256: str, start: int, stop: int) -> bytearray | None:
+        """The bytes [start, stop) of a tar, from its local copy; None if there is no room for one.
+
+        They are read, not mapped: a copy that went to make room for others would take it as long as it was mapped.
+        """
+        while path := self.fetch(file, size, sha256):
+            with suppress(FileNotFoundError), path.open("rb", buffering=0) as copy:  # it may go before it is opened
+                content = bytearray(stop - start)
+                copy.seek(start)
+                if copy.readinto(content) == len(content):
+                    return content
+                raise ShardError("a cached shard became shorter", where=path, hint="delete it")
+        return None
+
+    def touch(self, size: int, sha256: str) -> bool:
+        """Whether a whole copy is there; if so, it was used now."""
+        path = self._path(sha256)
+        try:
+            if path.stat().st_size != size:
+                return False
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def forget(self, sha256: str) -> None:
         """Delete a copy that turned out to be damaged."""
@@ -61,47 +93,57 @@ class ShardCache:
     def _path(self, sha256: str) -> Path:
         return self.root / f"{sha256}.tar"
 
-    def _make_room(self, size: int) -> None:
-        there = []
-        for path in self.root.glob("*.tar"):
-            with suppress(FileNotFoundError):  # another process makes room, too
-                there.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-        total = size + sum(bytes_ for _, bytes_, _ in there)
-        for _, bytes_, path in sorted(there):
-            if total <= self.budget_bytes:
-                return
-            path.unlink(missing_ok=True)
-            total -= bytes_
+    def _reserve(self, partial: Path, size: int) -> bool:
+        """Make room for a file, and take it; False if what is on its way leaves none.
+
+        One process after the other, or two would find the same room free.
+        """
+        with _locked(self.root):
+            partial.unlink(missing_ok=True)
+            there = []
+            for path in self.root.iterdir():
+                if _OURS.fullmatch(path.name) and not (path.suffix == ".partial" and _remove_dead(path)):
+                    with suppress(FileNotFoundError):
+                        facts = path.stat()
+                        there.append((path.suffix == ".partial", facts.st_mtime_ns, facts.st_size, path))
+            total = size + sum(taken for _, _, taken, _ in there)
+            for on_its_way, _, taken, path in sorted(there):
+                if total > self.budget_bytes and not on_its_way:
+                    path.unlink(missing_ok=True)
+                    total -= taken
+            if total > self.budget_bytes:
+                return False
+            with partial.open("wb") as file:
+                file.truncate(size)
+            return True
 
 
-def _touch(path: Path, size: int) -> bool:
-    """Whether a whole copy is there; if so, it was used now."""
+def _remove_dead(partial: Path) -> bool:
+    """Remove what a killed process was fetching; whether it was one."""
+    lock = partial.with_suffix("").with_suffix(".lock")
     try:
-        if path.stat().st_size != size:
-            return False
-        os.utime(path)
-    except FileNotFoundError:
+        with lock.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            partial.unlink(missing_ok=True)
+    except BlockingIOError:
         return False
     return True
 
 
-def _download(file: File, size: int, sha256: str, path: Path) -> None:
+def _download(file: File, size: int, sha256: str, partial: Path) -> None:
     found = ""
     for _ in range(ATTEMPTS):
-        partial = path.with_suffix(".tar.partial")
         digest = hashlib.sha256()
-        with partial.open("wb") as copy, ThreadPoolExecutor(PARALLEL_PARTS) as pool:
-            starts = range(0, size, PART_BYTES)
-            for part in _in_order(pool, file, starts, size):
+        with partial.open("r+b") as copy, ThreadPoolExecutor(PARALLEL_PARTS) as pool:
+            for part in _in_order(pool, file, range(0, size, PART_BYTES), size):
                 digest.update(part)
                 copy.write(part)
             copy.flush()
             os.fsync(copy.fileno())
         found = digest.hexdigest()
         if found == sha256:
-            partial.replace(path)
             return
-        partial.unlink()
+    partial.unlink()
     raise ShardError(
         "a shard is damaged, or is not the one its index describes",
         where=file,
@@ -120,7 +162,10 @@ def _in_order(pool: ThreadPoolExecutor, file: File, starts: range, size: int) ->
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file's lock; the file stays, empty: to delete it could leave two processes with a lock each."""
-    with path.open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    """Hold the lock of a folder or a lock file. The file stays: without it, two processes could have a lock each."""
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)

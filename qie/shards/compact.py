@@ -35,7 +35,6 @@ class CompactShard:
         stem: its name without ending.
         filesize, sha256: of its tar.
         stamp: of its index; see `Folder.stamps`.
-        samples: how many there are.
         skipped: rows that it does not hold.
     """
 
@@ -43,7 +42,6 @@ class CompactShard:
     filesize: int
     sha256: str
     stamp: str
-    samples: int
     skipped: tuple[Skipped, ...]
 
 
@@ -67,7 +65,7 @@ def write_compact(folder: Folder, compact: Compact) -> File:
         "source_names": table.source_names,
     }
     text = json.dumps(about, ensure_ascii=False, default=_plain)
-    columns = {name: np.ascontiguousarray(column) for name, column in table.columns.items()}
+    columns = {name: np.ascontiguousarray(getattr(table, name)) for name in COLUMNS}
     metadata = {"qie": text, "sha256": _digest(text, columns)}
     file = File(folder, COMPACT_NAME)
     folder.write(file.name, save(columns, metadata))

@@ -1,22 +1,77 @@
-"""Reading samples out of shards, without copying them: one memory map per shard, offsets from its index."""
+"""Reading samples out of shards: mapped where they are on a local disk, by ranges where they are not."""
 
 from __future__ import annotations
 
 import hashlib
 import mmap
 import threading
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from itertools import accumulate, pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from qie.errors import ShardError
-from qie.recipe import Recipe
+from qie.shards.cache import ShardCache
 from qie.shards.index import Entry, ShardIndex, member_name, read_index
 from qie.shards.record import decode
-from qie.shards.storage import find_indexes
 from qie.stores import File
 from qie.types import Sample
+
+
+@dataclass(eq=False)
+class Tar:
+    """The file of a shard's records, mapped when something of it is first read, or read through a cache.
+
+    Attributes:
+        file: where it lies.
+        size, sha256: as its index says.
+        cache: where copies of remote tars are kept; without one, each record is a request.
+    """
+
+    file: File
+    size: int
+    sha256: str
+    cache: ShardCache | None = None
+    _map: mmap.mmap | None = field(default=None, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """The bytes [start, stop), in a buffer that may be written to without reaching the file.
+
+        Raises:
+            ShardError: the tar is gone.
+            StoreError: it cannot be fetched.
+        """
+        path = self.file.path
+        if start == stop:  # of an empty file there is no map
+            return memoryview(bytearray())
+        if path is not None:
+            return memoryview(self._mapped(path))[start:stop]
+        copy = self.cache and self.cache.read(self.file, self.size, self.sha256, start, stop)
+        # A bytearray: torch wants a writable buffer.
+        return memoryview(copy or bytearray(self.file.read(start, stop)))
+
+    def keep_open(self) -> None:
+        """Stay readable even after the tar was replaced or deleted. Only on a local disk."""
+        if self.file.path is not None and self.size:
+            self._mapped(self.file.path)
+
+    def forget_copy(self) -> bool:
+        """Drop the cached copy, which turned out to be damaged; whether there may have been one."""
+        if self.cache is None or self.file.path is not None:
+            return False
+        self.cache.forget(self.sha256)
+        return True
+
+    def _mapped(self, path: Path) -> mmap.mmap:
+        with self._lock:
+            if self._map is None:
+                try:
+                    with path.open("rb") as file:
+                        # Copy-on-write: torch wants a writable buffer, and nobody's write may reach the file.
+                        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                except (OSError, ValueError) as error:  # ValueError: it is empty
+                    raise ShardError("the shard cannot be read", where=path, found=error) from error
+            return self._map
 
 
 class Shard:
@@ -30,8 +85,7 @@ class Shard:
         place = File.at(place)
         self.index: ShardIndex = read_index(place)
         self.file = place.with_suffix(".tar")
-        self._map: mmap.mmap | None = None
-        self._lock = threading.Lock()
+        self.tar = Tar(self.file, self.index.filesize, self.index.sha256)
         size = self.file.size()
         if size != self.index.filesize:
             raise ShardError(
@@ -63,7 +117,7 @@ class Shard:
     def record(self, entry: Entry) -> memoryview:
         """The bytes of an entry's member."""
         member = self.index.files[member_name(entry.key)]
-        return self._bytes(member.offset, member.offset + member.size)
+        return self.tar.read(member.offset, member.offset + member.size)
 
     def verified_record(self, entry: Entry) -> bytes:
         """A copy of an entry's member, checked against its hash. Raises ShardError when it is damaged."""
@@ -81,94 +135,12 @@ class Shard:
         """Rehash the tar and every member; yields a line for each fault."""
         whole, at = hashlib.sha256(), 0
         for name, member in sorted(self.index.files.items(), key=lambda item: item[1].offset):
-            whole.update(self._bytes(min(at, member.offset), member.offset))
-            content = self._bytes(member.offset, member.offset + member.size)
+            whole.update(self.tar.read(min(at, member.offset), member.offset))
+            content = self.tar.read(member.offset, member.offset + member.size)
             at = member.offset + member.size
             whole.update(content)
             if hashlib.sha256(content).hexdigest() != member.sha256:
                 yield f"{self.file}: {name} is damaged"
-        whole.update(self._bytes(at, self.index.filesize))
+        whole.update(self.tar.read(at, self.index.filesize))
         if whole.hexdigest() != self.index.sha256:
             yield f"{self.file}: its SHA-256 is not the one in its index"
-
-    def keep_open(self) -> None:
-        """Make its records readable even after the tar was replaced or deleted. Only on a local disk."""
-        if self.file.path is not None:
-            self._mapped(self.file.path)
-
-    def _bytes(self, start: int, stop: int) -> memoryview:
-        path = self.file.path
-        if start == stop:  # of an empty file there is no map
-            return memoryview(bytearray())
-        if path is None:
-            # A bytearray: torch wants a writable buffer.
-            return memoryview(bytearray(self.file.read(start, stop)))
-        return memoryview(self._mapped(path))[start:stop]
-
-    def _mapped(self, path: Path) -> mmap.mmap:
-        with self._lock:
-            if self._map is None:
-                try:
-                    with path.open("rb") as file:
-                        # Copy-on-write: torch wants a writable buffer, and nobody's write may reach the file.
-                        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                except (OSError, ValueError) as error:  # ValueError: it is empty
-                    raise ShardError("the shard cannot be read", where=path, found=error) from error
-            return self._map
-
-
-class ShardSet:
-    """Many shards of one recipe as one sequence of samples, in the order of their rows.
-
-    Raises:
-        RecipeMismatchError: the shards are of several recipes; says which and how they differ.
-        ShardError: two shards claim the same row.
-    """
-
-    def __init__(self, shards: Iterable[Shard]) -> None:
-        shards = list(shards)
-        self.shards = [shard for shard in shards if shard.index.samples]
-        if not self.shards:
-            raise ShardError("the shards hold no samples", hint="see their skipped rows with qie-stats")
-        self.recipe: Recipe = self.shards[0].index.recipe
-        for shard in self.shards[1:]:
-            self.recipe.require_equal(
-                shard.index.recipe, shard.file, f"train on one recipe at a time; {self.shards[0].file} differs"
-            )
-        self.entries = [entry for shard in self.shards for entry in shard.index.samples]
-        self.keys = [entry.key for entry in self.entries]
-        # A row's number is its first sample's position: entries are in the order of rows, a row's versions together.
-        places = [(number, entry.row) for number, shard in enumerate(self.shards) for entry in shard.index.samples]
-        firsts = {place: position for position, place in reversed(list(enumerate(places)))}
-        self.rows = [firsts[place] for place in places]
-        self.shapes = [entry.shape for entry in self.entries]
-        self.skipped = [gone for shard in shards for gone in shard.index.skipped]
-        self._ends = list(accumulate(len(shard.index.samples) for shard in self.shards))
-
-    @classmethod
-    def open(cls, places: Iterable[str | Path]) -> ShardSet:
-        """The shards in directories, globs or brace patterns."""
-        shards = [Shard(path) for path in find_indexes(places)]
-        require_disjoint(shards)
-        return cls(shards)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def load(self, position: int) -> Sample:
-        """The sample at a position, 0 to len - 1."""
-        entry = self.entries[position]
-        return self.shards[bisect_right(self._ends, position)].load(entry)
-
-
-def require_disjoint(shards: Iterable[Shard]) -> None:
-    """Raise ShardError when two shards of one directory hold the same rows."""
-    ordered = sorted(shards, key=lambda shard: (shard.file.folder.url, shard.index.start))
-    for first, second in pairwise(ordered):
-        if first.file.folder == second.file.folder and second.index.start < first.index.stop:
-            raise ShardError(
-                "two shards hold the same rows",
-                where=second.file,
-                found=f"rows [{second.index.start}, {first.index.stop}) are in {first.file.name}, too",
-                hint="delete one of the two with its index; qie-precompute writes what is then missing",
-            )

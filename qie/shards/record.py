@@ -73,7 +73,7 @@ def encode(sample: Sample, recipe_digest: str) -> bytes:
         "control_latent": flat,
         "prompt_embed": sample.prompt_embed,
         "prompt_embeds_mask": sample.prompt_embeds_mask,
-        "empty_prompt_embed": sample.empty_prompt_embed[sample.shared_prefix :],
+        "empty_prompt_embed": sample.empty_tail,
         "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask,
     }
     if sample.loss_mask is not None:
@@ -103,7 +103,7 @@ def encode(sample: Sample, recipe_digest: str) -> bytes:
 
 
 def decode(record: memoryview, where: str) -> Sample:
-    """The sample in a record. Its tensors share the record's memory, except the joined null prompt.
+    """The sample in a record. Its tensors share the record's memory.
 
     Args:
         record: the member's bytes, in a writable buffer (torch takes no other without a warning).
@@ -124,7 +124,7 @@ def decode(record: memoryview, where: str) -> Sample:
         control_latent=_controls(tensors["control_latent"], about.control_shapes, where),
         prompt_embed=prompt,
         prompt_embeds_mask=tensors["prompt_embeds_mask"],
-        empty_prompt_embed=torch.cat([prompt[: about.shared_prefix], tensors["empty_prompt_embed"]]),
+        empty_tail=tensors["empty_prompt_embed"],
         empty_prompt_embeds_mask=tensors["empty_prompt_embeds_mask"],
         shared_prefix=about.shared_prefix,
         loss_mask=tensors.get("loss_mask"),
@@ -139,7 +139,7 @@ def tensor_bytes(sample: Sample) -> dict[str, int]:
         "control_latent": sum(latent.nbytes for latent in sample.control_latent),
         "prompt_embed": sample.prompt_embed.nbytes,
         "prompt_embeds_mask": sample.prompt_embeds_mask.nbytes,
-        "empty_prompt_embed": sample.empty_prompt_embed[sample.shared_prefix :].nbytes,
+        "empty_prompt_embed": sample.empty_tail.nbytes,
         "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask.nbytes,
     }
     return stored if sample.loss_mask is None else stored | {"loss_mask": sample.loss_mask.nbytes}

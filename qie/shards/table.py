@@ -5,18 +5,48 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qie.errors import ShardError
-from qie.shards.index import ShardIndex, member_name
+from qie.shards.index import Entry, Member, ShardIndex, member_name
 from qie.types import Shape
 
+T = TypeVar("T")
+
 HASH_BYTES = 32
+PIXEL_BYTES = 16 * 2
+"""Of a latent pixel: 16 channels in FP16."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """What a plan knows of N samples: one value each, in the stream's positions.
+
+    Attributes:
+        shapes: [N] number of the sample's shape in `shape_names`. The numbering decides nothing.
+        shape_names: the shapes.
+        rows: [N] number of the sample's row; its versions have the same and stand together.
+        lengths: [N] prompt tokens.
+        sources: [N] number of the row's source in `source_names`. The numbering decides nothing.
+        blocks: [N] number of the shard that holds the sample; never falls.
+        source_names: the sources.
+    """
+
+    shapes: NDArray[np.int32]
+    shape_names: tuple[Shape, ...]
+    rows: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+    sources: NDArray[np.int32]
+    blocks: NDArray[np.int32]
+    source_names: tuple[str, ...] = ("",)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +90,23 @@ class Table:
         return len(self.rows)
 
     @property
-    def columns(self) -> dict[str, NDArray[Any]]:
-        return {name: getattr(self, name) for name in COLUMNS}
+    def columns(self) -> Columns:
+        """What a plan needs. A row's number is that of its first sample: numbers in two folders may be the same."""
+        starts = np.ones(len(self), np.bool_)
+        starts[1:] = (np.diff(self.rows) != 0) | (np.diff(self.shards) != 0)
+        first = np.maximum.accumulate(np.where(starts, np.arange(len(self)), 0))
+        names = self.source_names or ("",)
+        return Columns(self.shapes, self.shape_names, first, self.tokens, self.sources, self.shards, names)
+
+    def of_shards(self, numbers: Sequence[int]) -> Table:
+        """The samples of some shards, in that order, numbered anew."""
+        places = np.full(max([*numbers, int(self.shards.max(initial=0))]) + 1, -1, np.int32)
+        places[list(numbers)] = np.arange(len(numbers), dtype=np.int32)
+        kept = np.flatnonzero(places[self.shards] >= 0)
+        kept = kept[np.argsort(places[self.shards[kept]], kind="stable")]
+        columns = {name: getattr(self, name)[kept] for name in COLUMNS}
+        columns["shards"] = places[columns["shards"]]
+        return Table(**columns, shape_names=self.shape_names, source_names=self.source_names)
 
     def key(self, position: int) -> str:
         return bytes(self.keys[position]).hex()
@@ -73,25 +118,13 @@ class Table:
         Raises:
             ShardError: the sizes that the index gives for a record do not fit each other.
         """
-        shape_names = tuple(dict.fromkeys(entry.shape for entry in index.samples))
-        source_names = tuple(dict.fromkeys(entry.source for entry in index.samples))
+        shapes, shape_names = numbered([entry.shape for entry in index.samples])
+        sources, source_names = numbered([entry.source for entry in index.samples])
         members = [index.files[member_name(entry.key)] for entry in index.samples]
-        tensor = [entry.tensor_bytes for entry in index.samples]
         tokens = np.array([entry.tokens for entry in index.samples], np.int64)
         empty_tokens = np.array([entry.empty_tokens for entry in index.samples], np.int64)
-        prompt_bytes = np.array([sizes.get("prompt_embed", 0) for sizes in tensor], np.int64)
-        tail_bytes = np.array([sizes.get("empty_prompt_embed", 0) for sizes in tensor], np.int64)
-        widths = prompt_bytes // np.maximum(2 * tokens, 1)
-        tails = tail_bytes // np.maximum(2 * widths, 1)
-        prefixes = empty_tokens - tails
-        odd = (2 * tokens * widths != prompt_bytes) | (2 * tails * widths != tail_bytes)
-        odd |= (prefixes < 0) | (prefixes > tokens) | (tokens == 0)
-        if odd.any():
-            raise ShardError(
-                "the index gives sizes that do not fit each other",
-                where=f"{where}, {index.samples[int(np.argmax(odd))].key}",
-                hint="delete the shard and its index and run qie-precompute again",
-            )
+        widths, prefixes = _widths_and_prefixes(index.samples, tokens, empty_tokens, where)
+        _require_sizes(index.samples, members, where)
         return cls(
             keys=_digests([entry.key for entry in index.samples], where),
             hashes=_digests([member.sha256 for member in members], where),
@@ -100,13 +133,13 @@ class Table:
             variants=np.array([entry.variant for entry in index.samples], np.int32),
             offsets=np.array([member.offset for member in members], np.int64),
             sizes=np.array([member.size for member in members], np.int64),
-            shapes=_numbers([entry.shape for entry in index.samples], shape_names),
+            shapes=shapes,
             tokens=tokens.astype(np.int32),
             empty_tokens=empty_tokens.astype(np.int32),
             prefixes=prefixes.astype(np.int32),
             widths=widths.astype(np.int32),
-            masked=np.array([sizes.get("loss_mask", 0) > 0 for sizes in tensor], np.bool_),
-            sources=_numbers([entry.source for entry in index.samples], source_names),
+            masked=np.array([entry.tensor_bytes.get("loss_mask", 0) > 0 for entry in index.samples], np.bool_),
+            sources=sources,
             shape_names=shape_names,
             source_names=source_names,
         )
@@ -134,10 +167,57 @@ class Table:
 COLUMNS = tuple(field.name for field in fields(Table) if not field.name.endswith("_names"))
 
 
+def _widths_and_prefixes(
+    entries: Sequence[Entry], tokens: NDArray[np.int64], empty_tokens: NDArray[np.int64], where: object
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of embeddings: how wide a token is, and how many both prompts share, as the bytes of their tensors tell."""
+    prompt_bytes = np.array([entry.tensor_bytes.get("prompt_embed", 0) for entry in entries], np.int64)
+    tail_bytes = np.array([entry.tensor_bytes.get("empty_prompt_embed", 0) for entry in entries], np.int64)
+    widths = prompt_bytes // np.maximum(2 * tokens, 1)
+    tails = tail_bytes // np.maximum(2 * widths, 1)
+    prefixes = empty_tokens - tails
+    odd = (2 * tokens * widths != prompt_bytes) | (2 * tails * widths != tail_bytes)
+    odd |= (prefixes < 0) | (prefixes > tokens) | (widths == 0)
+    if odd.any():
+        raise _unfitting(entries[int(np.argmax(odd))], where)
+    return widths, prefixes
+
+
+def _require_sizes(entries: Sequence[Entry], members: Sequence[Member], where: object) -> None:
+    """Raise ShardError unless every tensor is as large as shape and lengths say, and the record holds them all."""
+    for entry, member in zip(entries, members, strict=True):
+        sizes, (height, width) = entry.tensor_bytes, entry.shape.target
+        expected = {
+            "pixel_latent": PIXEL_BYTES * height * width,
+            "control_latent": PIXEL_BYTES * sum(h * w for h, w in entry.shape.controls),
+            "prompt_embeds_mask": entry.tokens,
+            "empty_prompt_embeds_mask": entry.empty_tokens,
+        }
+        fitting = all(sizes.get(name) == size for name, size in expected.items())
+        if not fitting or sizes.get("loss_mask", 0) not in (0, height * width) or member.size < sum(sizes.values()) + 8:
+            raise _unfitting(entry, where)
+
+
+def _unfitting(entry: Entry, where: object) -> ShardError:
+    return ShardError(
+        "the index gives sizes that do not fit each other",
+        where=f"{where}, {entry.key}",
+        found=entry.tensor_bytes,
+        hint="delete the shard and its index and run qie-precompute again",
+    )
+
+
 def _digests(digests: Sequence[str], where: object) -> NDArray[np.uint8]:
-    if odd := next((digest for digest in digests if not _DIGEST.fullmatch(digest)), None):
-        raise ShardError("the index holds a hash that is none", where=where, found=odd[:80])
+    odd = [digest for digest in digests if not _DIGEST.fullmatch(digest)]
+    if odd:
+        raise ShardError("the index holds a hash that is none", where=where, found=repr(odd[0][:80]))
     return np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, HASH_BYTES)
+
+
+def numbered(values: Sequence[T]) -> tuple[NDArray[np.int32], tuple[T, ...]]:
+    """A number for each value, equal for equal ones, and the values by number."""
+    names = tuple(dict.fromkeys(values))
+    return _numbers(values, names), names
 
 
 def _numbers(values: Iterable[object], names: Iterable[object]) -> NDArray[np.int32]:

@@ -126,7 +126,7 @@ class _Run:
             accelerator.device,
             dtype,
         )
-        self.batches = iter(stream)
+        self.batches = stream.forever()
         if config.logging.report_to:
             accelerator.init_trackers("qie")
 

@@ -12,7 +12,7 @@ from qie.encode import Encoder
 from qie.precompute import precompute
 from qie.pretrained import open_checkpoint
 from qie.recipe import Recipe
-from qie.shards.reader import ShardSet
+from qie.shards.shard_set import ShardSet
 from qie.types import Row
 from tests.stubs import RECIPE, StubEncoder, StubSource
 

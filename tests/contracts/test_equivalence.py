@@ -27,7 +27,7 @@ def assert_same(first: Batch, second: Batch) -> None:
 
 
 def batches(stream, count: int) -> list[Batch]:
-    iterator = iter(stream)
+    iterator = stream.forever()
     return [next(iterator) for _ in range(count)]
 
 

@@ -28,7 +28,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 def keys(stream: Stream, count: int) -> list[tuple[str, ...]]:
-    iterator = iter(stream)
+    iterator = stream.forever()
     return [next(iterator).keys for _ in range(count)]
 
 
@@ -37,7 +37,7 @@ def test_restored_at_every_position_of_two_epochs_the_same_batches_follow(shards
     whole = open_stream(shards, **settings)
     total = 2 * len(whole) + 3
     expected = keys(open_stream(shards, **settings), total)
-    running = iter(whole)
+    running = whole.forever()
     for position in range(2 * len(whole)):
         restored = open_stream(shards, **settings)
         restored.load_state_dict(whole.state_dict())

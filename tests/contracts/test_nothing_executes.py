@@ -11,8 +11,9 @@ import pytest
 
 from qie.errors import QieError, ShardError, UsageError
 from qie.shards.index import read_index
-from qie.shards.reader import Shard, ShardSet
+from qie.shards.reader import Shard
 from qie.shards.record import decode
+from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes, published
 from qie.shards.writer import ShardWriter
 from qie.training.checkpoint import load_checkpoint

@@ -9,7 +9,8 @@ import pytest
 
 from qie.data.sources import open_source
 from qie.precompute import precompute
-from qie.shards.reader import ShardSet
+from qie.shards.reader import Shard
+from qie.shards.storage import published
 from tests.lives import ROWS, SHARD_SIZE, Lives
 from tests.stubs import StubEncoder, StubSource
 
@@ -19,7 +20,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def records(folder: Path) -> list[tuple[int, str, str, bytes]]:
-    shards = ShardSet.open([folder]).shards
+    shards = [Shard(index) for index in published(folder)]
     return [
         (entry.row, entry.name, entry.key, bytes(shard.record(entry)))
         for shard in shards

@@ -12,8 +12,9 @@ import pytest
 from qie.data.variants import Versions
 from qie.errors import RecipeMismatchError, RowError, ShardError, UsageError
 from qie.precompute import Report, Settings, precompute
-from qie.shards.reader import Shard, ShardSet
-from qie.shards.storage import published
+from qie.shards.reader import Shard
+from qie.shards.shard_set import ShardSet
+from qie.shards.storage import published, rows_of
 from qie.shards.writer import ShardWriter
 from qie.stores import LocalFolder, StoreError
 from qie.types import Row, Sample
@@ -282,7 +283,7 @@ def test_a_dataset_that_grew_at_its_end_keeps_its_short_last_shard_and_goes_on_b
     assert before.items() <= stamps(tmp_path / "out").items()
     found = ShardSet.open([tmp_path / "out"])
     assert found.keys == [RECIPE.key(row) for row in StubSource.of(23).rows]
-    assert [(shard.index.start, shard.index.stop) for shard in found.shards] == [
+    assert [rows_of(index) for index in published(tmp_path / "out")] == [
         (0, 4),
         (4, 8),
         (8, 10),

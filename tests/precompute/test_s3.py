@@ -8,7 +8,7 @@ import pytest
 
 from qie.errors import QieError
 from qie.precompute import Settings, precompute
-from qie.shards.reader import ShardSet
+from qie.shards.shard_set import ShardSet
 from qie.stores import StoreError, open_folder
 from tests.faulty_proxy import FaultyProxy, always, every
 from tests.s3 import S3, without_clouds

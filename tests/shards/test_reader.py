@@ -13,12 +13,14 @@ import torch
 
 from qie.errors import RecipeMismatchError, ShardError
 from qie.shards.index import Member, ShardIndex, member_name
-from qie.shards.reader import Shard, ShardSet, require_disjoint
+from qie.shards.parts import require_disjoint
+from qie.shards.reader import Shard
 from qie.shards.record import encode
+from qie.shards.shard_set import ShardSet
 from qie.shards.writer import ShardWriter
 from qie.stores import File, MissingError, StoreError, open_folder
 from qie.stores.objects import ObjectFolder
-from qie.types import Sample
+from qie.types import Sample, Shape
 from tests.builders import (
     RECIPE,
     assert_same,
@@ -53,6 +55,14 @@ def rewrite(index_path: Path, change: Callable[[dict[str, Any]], object]) -> Non
     values = json.loads(index_path.read_text(encoding="utf-8"))
     change(values)
     index_path.write_text(json.dumps(values), encoding="utf-8")
+
+
+def rows_of(shards: ShardSet) -> list[int]:
+    return shards.columns.rows.tolist()
+
+
+def shapes_of(shards: ShardSet) -> list[Shape]:
+    return [shards.columns.shape_names[number] for number in shards.columns.shapes]
 
 
 def member_of(shard: Shard, row: int) -> Member:
@@ -118,7 +128,7 @@ def test_a_sample_outlives_its_shard(path: Path) -> None:
 
 def test_a_shard_that_is_kept_open_outlives_its_tar(path: Path) -> None:
     shard = Shard(path)
-    shard.keep_open()
+    shard.tar.keep_open()
     write_shard(path.parent, SAMPLES[::-1])
     path.with_suffix(".tar").unlink()
 
@@ -370,7 +380,8 @@ def test_positions_lead_to_the_samples_in_the_order_of_rows(tmp_path: Path, layo
     expected = [letters[letter] for letter in rows if letter != "-"]
     assert len(shards) == len(expected)
     assert shards.keys == [sample.key for sample in expected]
-    assert shards.shapes == [sample.shape for sample in expected]
+    assert shapes_of(shards) == [sample.shape for sample in expected]
+    assert bytes(shards.digests.reshape(-1)).hex() == "".join(shards.keys)
     assert [entry.row for entry in shards.entries] == [row for row, letter in enumerate(rows) if letter != "-"]
     assert [gone.row for gone in shards.skipped] == [row for row, letter in enumerate(rows) if letter == "-"]
     for position, sample in enumerate(expected):
@@ -378,7 +389,8 @@ def test_positions_lead_to_the_samples_in_the_order_of_rows(tmp_path: Path, layo
 
 
 def test_a_position_past_the_end_is_an_index_error(tmp_path: Path) -> None:
-    shards = ShardSet(many(tmp_path, SAMPLES))
+    write_shard(tmp_path, SAMPLES)
+    shards = ShardSet.open([tmp_path])
 
     with pytest.raises(IndexError):
         shards.load(3)
@@ -394,8 +406,10 @@ def test_shards_open_from_several_places(tmp_path: Path) -> None:
 
 
 def test_shards_without_any_sample_are_refused(tmp_path: Path) -> None:
+    many(tmp_path, [None, None], [None])
+
     with pytest.raises(ShardError, match="the shards hold no samples"):
-        ShardSet(many(tmp_path, [None, None], [None]))
+        ShardSet.open([tmp_path])
 
 
 def test_no_shards_are_refused() -> None:
@@ -404,7 +418,8 @@ def test_no_shards_are_refused() -> None:
 
 
 def test_shards_of_one_recipe_have_it(tmp_path: Path) -> None:
-    shards = ShardSet(many(tmp_path, SAMPLES[:1], SAMPLES[1:]))
+    many(tmp_path, SAMPLES[:1], SAMPLES[1:])
+    shards = ShardSet.open([tmp_path])
 
     assert shards.recipe == RECIPE
     make_recipe().require_equal(shards.recipe, tmp_path, "nothing to do")
@@ -437,7 +452,8 @@ def test_shards_of_two_recipes_are_refused_by_the_field_that_differs(
 
 def test_two_differing_fields_are_both_named(tmp_path: Path) -> None:
     other = make_recipe(areas_px=(4096,), background="#000000")
-    shards = ShardSet(many(tmp_path, SAMPLES))
+    write_shard(tmp_path, SAMPLES)
+    shards = ShardSet.open([tmp_path])
 
     with pytest.raises(RecipeMismatchError) as error:
         other.require_equal(shards.recipe, tmp_path, "precompute again")
@@ -483,7 +499,7 @@ def test_the_same_rows_in_two_directories_are_two_sources(tmp_path: Path) -> Non
 
 
 def test_adjoining_shards_are_disjoint(tmp_path: Path) -> None:
-    require_disjoint(many(tmp_path, SAMPLES[:1], SAMPLES[1:])[::-1])
+    require_disjoint([shard.file for shard in many(tmp_path, SAMPLES[:1], SAMPLES[1:])][::-1])
 
 
 def test_skipped_rows_keep_their_reasons(tmp_path: Path) -> None:
@@ -512,7 +528,7 @@ def test_the_versions_of_a_row_have_one_number(tmp_path: Path, layout: list[str]
 
     shards = ShardSet.open([tmp_path])
 
-    assert shards.rows == expected
+    assert rows_of(shards) == expected
     spelled = [(row, variant, letter) for row, word in enumerate(layout) for variant, letter in enumerate(word)]
     assert [(entry.row, entry.variant) for entry in shards.entries] == [
         (row, variant) for row, variant, letter in spelled if letter != "-"
@@ -539,7 +555,7 @@ def test_rows_of_several_shards_are_not_mixed_up(tmp_path: Path) -> None:
     for start, layout in [(0, ["ab", "c"]), (2, ["--", "-"]), (4, ["a", "bcd"]), (6, ["-e"])]:
         write_versions(tmp_path, letters_of(layout), start=start)
 
-    assert ShardSet.open([tmp_path]).rows == [0, 0, 2, 3, 4, 4, 4, 7]
+    assert rows_of(ShardSet.open([tmp_path])) == [0, 0, 2, 3, 4, 4, 4, 7]
 
 
 def test_rows_of_equal_number_in_several_folders_are_not_mixed_up(tmp_path: Path) -> None:
@@ -548,7 +564,7 @@ def test_rows_of_equal_number_in_several_folders_are_not_mixed_up(tmp_path: Path
 
     shards = ShardSet.open([tmp_path / name for name in ("two", "one", "three")])
 
-    assert shards.rows == [0, 0, 2, 3, 3, 5, 6, 6, 8]
+    assert rows_of(shards) == [0, 0, 2, 3, 3, 5, 6, 6, 8]
     assert [entry.source for entry in shards.entries] == ["two"] * 3 + ["one"] * 3 + ["three"] * 3
 
 
@@ -590,12 +606,8 @@ PLACES = ["", "/", "/*.tar", "/0*.json", "/{00000000-00000003,00000003-00000005}
 def test_shards_in_a_bucket_give_what_their_copies_give(local: Path, remote: str, ending: str) -> None:
     here, there = ShardSet.open([local]), ShardSet.open([f"{remote}{ending}"])
 
-    assert (there.recipe, there.entries, there.skipped, there.rows) == (
-        here.recipe,
-        here.entries,
-        here.skipped,
-        here.rows,
-    )
+    assert (there.recipe, there.entries, there.skipped) == (here.recipe, here.entries, here.skipped)
+    assert (there.keys, rows_of(there), shapes_of(there)) == (here.keys, rows_of(here), shapes_of(here))
     for position in range(len(here)):
         assert_same(there.load(position), here.load(position))
 
@@ -719,13 +731,13 @@ def test_keeping_a_shard_in_a_bucket_open_asks_for_nothing(remote: str, monkeypa
     shard = Shard(place_of(remote))
     monkeypatch.delattr(ObjectFolder, "read")
 
-    shard.keep_open()
+    shard.tar.keep_open()
 
 
 def test_the_same_rows_in_a_bucket_and_on_a_disk_are_two_sources(local: Path, remote: str) -> None:
     shards = ShardSet.open([local, remote])
 
-    assert shards.rows == [0, 1, 2, 3, 3, 5, 6, 7, 8, 8]
+    assert rows_of(shards) == [0, 1, 2, 3, 3, 5, 6, 7, 8, 8]
     assert shards.keys[:5] == shards.keys[5:]
 
 

@@ -59,6 +59,11 @@ class SourceSpec:
             values["source"] = str(values["source"])
         return cls(**values)  # type: ignore[arg-type]
 
+    @property
+    def title(self) -> str:
+        """What it is called in the mixture."""
+        return self.name or _stem(self.source)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -79,7 +84,7 @@ class Mixture:
     @classmethod
     def of(cls, sources: Sequence[tuple[SourceSpec, Source]]) -> Mixture:
         """A mixture of opened sources. Raises SourceError when there are none, or two have one name."""
-        parts = tuple(Part(spec.name or _stem(spec.source), spec.weight, source) for spec, source in sources)
+        parts = tuple(Part(spec.title, spec.weight, source) for spec, source in sources)
         if not parts:
             raise SourceError("a mixture of no sources")
         names = [part.name for part in parts]

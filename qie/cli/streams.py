@@ -1,0 +1,179 @@
+"""The stream that a configuration asks for: over shards, over shards that are being written, or over raw rows.
+
+Encoders are imported only where rows are encoded: who trains on shards loads none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import torch
+from accelerate import Accelerator
+
+from qie.cli.common import Progress
+from qie.config import Config, required
+from qie.data import open_stream
+from qie.data.follow import FollowingStream, GrowingSamples
+from qie.data.memory import Keep
+from qie.data.sources import SourceSpec
+from qie.data.stream import Stream
+from qie.errors import RecipeMismatchError, UsageError
+from qie.paths import local_path
+from qie.recipe import Recipe
+from qie.shards.cache import ShardCache
+from qie.stores import open_folder
+
+SOURCE = "SHARDS, cache.cache_dir, or a source of rows"
+
+
+@contextmanager
+def training_stream(
+    config: Config, family: str, shards: tuple[str, ...], accelerator: Accelerator, *, follow: bool, quiet: bool
+) -> Iterator[Stream]:
+    """This process's batches.
+
+    Raises:
+        ConfigError: neither shards nor rows are named.
+        RecipeMismatchError: the shards are of another model family.
+    """
+    cached = config.cache.use_cache and not config.cache.write_through
+    places = shards or ((config.cache.cache_dir,) if cached and config.cache.cache_dir else ())
+    settings = _settings(config, accelerator)
+    if follow:
+        yield _followed(config, family, places, settings, quiet)
+    elif places:
+        stream = open_stream(places, **settings, **_reading(config), keep=_keep(config, accelerator.device))
+        _require_family(stream.samples.recipe, family, places)
+        yield stream
+    elif config.cache.write_through:
+        with _written_through(config, settings, quiet) as stream:
+            yield stream
+    else:
+        yield _live(config, settings, accelerator, quiet)
+
+
+def _settings(config: Config, accelerator: Accelerator) -> dict[str, Any]:
+    data = config.data
+    sources = data.source if isinstance(data.source, list) else []
+    return {
+        "batch_size": data.batch_size,
+        "seed": config.train.seed,
+        "tail": data.tail,
+        "order": data.order,
+        "block_size": data.block_size,
+        "similar_lengths": data.similar_lengths,
+        "weights": {SourceSpec(part.source, part.name).title: part.weight for part in sources},
+        "validation_rows": config.validation.rows,
+        "rank": accelerator.process_index,
+        "world_size": accelerator.num_processes,
+        "prefetch": data.prefetch,
+        "threads": data.reader_threads,
+    }
+
+
+def _reading(config: Config) -> dict[str, Any]:
+    cache = config.cache
+    kept_in = None if cache.local_dir is None else ShardCache(local_path(cache.local_dir), cache.local_bytes)
+    return {"verify": cache.verify, "cache": kept_in}
+
+
+def _keep(config: Config, gpu: torch.device) -> Keep | None:
+    keep = config.cache.keep
+    devices = {"none": None, "cpu": torch.device("cpu"), "gpu": gpu}
+    if keep.latents == keep.embeds == "none":
+        return None
+    return Keep(devices[keep.latents], devices[keep.embeds], keep.budget_bytes)
+
+
+def _followed(
+    config: Config, family: str, places: tuple[str, ...], settings: dict[str, Any], quiet: bool
+) -> FollowingStream:
+    from qie.cli.assemble import open_rows
+
+    if len(places) != 1:
+        raise UsageError("--follow needs one folder of shards", expected="that of qie-precompute", found=list(places))
+    rows = len(open_rows(config, "the source that qie-precompute encodes, to know how many rows there will be"))
+    samples = GrowingSamples(
+        open_folder(places[0]),
+        rows,
+        **_reading(config),
+        timeout_s=config.cache.follow_timeout_s,
+        say=lambda line: None if quiet else click.echo(line, err=True),
+    )
+    stream = FollowingStream(samples, **settings)
+    _require_family(samples.recipe, family, places)
+    return stream
+
+
+@contextmanager
+def _written_through(config: Config, settings: dict[str, Any], quiet: bool) -> Iterator[FollowingStream]:
+    """Rows are encoded and written in the background; the first epoch trains on them as they come."""
+    from qie.cli.assemble import open_encoder, open_rows, versions
+    from qie.precompute import Report, Settings, precompute
+
+    if settings["world_size"] > 1:
+        raise UsageError(
+            "cache.write_through is for one process",
+            hint="with several, run qie-precompute beside them and train with --follow",
+        )
+    folder = open_folder(required(config.cache.cache_dir, "cache.cache_dir", "where cache.write_through writes"))
+    source, encoder = open_rows(config, SOURCE), open_encoder(config)
+    failures: list[BaseException] = []
+    current = [0]
+
+    def count(report: Report) -> None:
+        current[0] = report.rows
+
+    def write() -> None:
+        try:
+            chosen = Settings(versions=versions(config))
+            precompute(source, encoder, folder, rows=(0, len(source)), settings=chosen, progress=count)
+        except BaseException as error:  # raised by whoever waits for shards
+            failures.append(error)
+
+    def alive() -> None:
+        if failures:
+            raise failures[0]
+
+    writer = threading.Thread(target=write, name="qie-write-through", daemon=True)
+    writer.start()
+    samples = GrowingSamples(
+        folder,
+        len(source),
+        **_reading(config),
+        timeout_s=config.cache.follow_timeout_s,
+        poll_s=0.2,
+        alive=alive,
+        current=lambda: current[0],
+        say=lambda line: None if quiet else click.echo(line, err=True),
+    )
+    yield FollowingStream(samples, **settings)
+
+
+def _live(config: Config, settings: dict[str, Any], accelerator: Accelerator, quiet: bool) -> Stream:
+    from qie.cli.assemble import open_encoder, open_rows, versions
+
+    source = open_rows(config, SOURCE)
+    keep = _keep(config, accelerator.device)
+    with Progress("looking at", len(source), "rows", quiet=quiet) as progress:
+        stream = open_stream(
+            source, encoder=open_encoder(config), versions=versions(config), keep=keep, progress=progress.at, **settings
+        )
+    for row in stream.samples.skipped:
+        click.echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
+    return stream
+
+
+def _require_family(found: Recipe, family: str, places: tuple[str, ...]) -> None:
+    if found.family != family:
+        raise RecipeMismatchError(
+            "the shards are of another model family",
+            where=", ".join(places),
+            expected=family,
+            found=f"{found.family} (recipe {found.digest})",
+            hint="train the model that they were made for, or precompute again for this one",
+        )

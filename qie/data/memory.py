@@ -1,0 +1,101 @@
+"""Samples kept after their first use, in host memory or on a GPU: for datasets that fit, or for what of them fits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qie.data.samples import Samples
+from qie.recipe import Recipe
+from qie.shards.index import Skipped
+from qie.shards.table import Columns
+from qie.types import Sample
+
+_LATENTS = ("pixel_latent", "control_latent")
+_EMBEDS = ("prompt_embed", "empty_tail")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What is kept where.
+
+    Attributes:
+        latents, embeds: the device; None for not at all.
+        budget_bytes: how much altogether. What comes when it is spent is not kept.
+    """
+
+    latents: torch.device | None = None
+    embeds: torch.device | None = None
+    budget_bytes: int = 1 << 62
+
+
+class KeptSamples:
+    """`samples`, of which tensors are kept when they were fetched. The bytes are the same."""
+
+    def __init__(self, samples: Samples, keep: Keep) -> None:
+        self.samples, self.keep = samples, keep
+        self.bytes = 0
+        self._kept: dict[int, Sample | dict[str, Any]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def columns(self) -> Columns:
+        return self.samples.columns
+
+    @property
+    def digests(self) -> NDArray[np.uint8]:
+        return self.samples.digests
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.samples.recipe
+
+    @property
+    def skipped(self) -> Sequence[Skipped]:
+        return self.samples.skipped
+
+    def fetch(self, position: int) -> Sample:
+        """As `samples` gives it; not read again if all of it is kept."""
+        kept = self._kept.get(position)
+        if isinstance(kept, Sample):
+            return kept
+        sample = self.samples.fetch(position)
+        if kept is None:
+            kept = self._moved(sample)
+            with self._lock:
+                size = sum(_bytes(value) for value in kept.values())
+                if position in self._kept or self.bytes + size > self.keep.budget_bytes:
+                    return sample
+                self.bytes += size
+                self._kept[position] = self._whole(sample, kept) or kept
+        return replace(sample, **kept)
+
+    def _moved(self, sample: Sample) -> dict[str, Any]:
+        devices = [(name, self.keep.latents) for name in _LATENTS] + [(name, self.keep.embeds) for name in _EMBEDS]
+        return {name: _copied(getattr(sample, name), device) for name, device in devices if device is not None}
+
+    def _whole(self, sample: Sample, kept: dict[str, Any]) -> Sample | None:
+        """The sample without anything that lies in a shard, if all large tensors are kept."""
+        if len(kept) < len(_LATENTS) + len(_EMBEDS):
+            return None
+        masks = ("prompt_embeds_mask", "empty_prompt_embeds_mask")
+        small = {name: getattr(sample, name).clone() for name in masks}
+        if sample.loss_mask is not None:
+            small["loss_mask"] = sample.loss_mask.clone()
+        return replace(sample, **kept, **small)
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_copied(part, device) for part in value)
+    return value.to(device, copy=True)
+
+
+def _bytes(value: Any) -> int:
+    return sum(map(_bytes, value)) if isinstance(value, tuple) else value.nbytes

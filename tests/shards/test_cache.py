@@ -1,0 +1,588 @@
+"""Remote shards on a local disk: fetched once, whole and sound or not at all, and never more than the budget."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qie.errors import QieError, ShardError
+from qie.shards.cache import ShardCache
+from qie.shards.index import ShardIndex
+from qie.shards.reader import Shard, Tar
+from qie.shards.shard_set import ShardSet, Verify
+from qie.stores import File, MissingError, StoreError, open_folder
+from qie.types import Sample
+from tests.builders import assert_same, make_sample, same_bits, write_shard
+from tests.conftest import ROOT
+from tests.s3 import S3, without_clouds
+from tests.stores.servers import Ranged, serving
+
+SAMPLES = [make_sample(seed) for seed in range(4)]
+STEMS = [f"{row:08d}-{row + 1:08d}" for row in range(4)]
+BIG = 1 << 40
+
+
+@dataclass
+class Web:
+    """A web server of the files in a folder.
+
+    Attributes:
+        asked: the ranges of tars that were asked for, as (name, range).
+        serve: changes what is sent of a tar; called for every such request.
+    """
+
+    folder: Path
+    url: str = ""
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    serve: Callable[[str, bytes], bytes] = lambda name, content: content
+
+    def tar(self, number: int = 0) -> File:
+        return File.at(f"{self.url}/{STEMS[number]}.tar")
+
+    def index(self, number: int = 0) -> ShardIndex:
+        return Shard(self.folder / f"{STEMS[number]}.json").index
+
+    def open(self, cache: ShardCache | None, verify: Verify = "first", count: int = 4) -> ShardSet:
+        return ShardSet.open([f"{self.url}/{stem}.tar" for stem in STEMS[:count]], verify=verify, cache=cache)
+
+    def fetch(self, cache: ShardCache, number: int = 0) -> Path | None:
+        index = self.index(number)
+        return cache.fetch(self.tar(number), index.filesize, index.sha256)
+
+    def fetches(self) -> list[str]:
+        """Of each download, the name; tars are so small that one request has it whole."""
+        return [name.removesuffix(".tar") for name, _ in self.asked]
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    """Four shards of one sample each, and of one size."""
+    without_clouds(monkeypatch)
+    web = Web(tmp_path / "web")
+    for row, sample in enumerate(SAMPLES):
+        write_shard(web.folder, [sample], start=row)
+
+    class Handler(Ranged):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(web.folder))
+
+        def do_GET(self) -> None:
+            name, asked = self.path.rpartition("/")[2], self.headers.get("Range")
+            if not name.endswith(".tar") or asked is None or not (web.folder / name).is_file():
+                super().do_GET()
+                return
+            web.asked.append((name, asked))
+            content = web.serve(name, (web.folder / name).read_bytes())
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            part = content[int(first) : int(last) + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
+            self.send_header("Content-Length", str(len(part)))
+            self.end_headers()
+            self.wfile.write(part)
+
+    with serving(Handler) as web.url:
+        yield web
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def size_of(web: Web) -> int:
+    (size,) = {(web.folder / f"{stem}.tar").stat().st_size for stem in STEMS}
+    return size
+
+
+def copies(root: Path) -> dict[str, int]:
+    """The copies in a cache, and their sizes."""
+    return {path.stem: path.stat().st_size for path in root.glob("*.tar")}
+
+
+def flipped(content: bytes, offset: int = 3000) -> bytes:
+    damaged = bytearray(content)
+    damaged[offset] ^= 1
+    return bytes(damaged)
+
+
+def damage(path: Path, offset: int) -> None:
+    """Flip a bit of a file in place, as a disk would."""
+    path.write_bytes(flipped(path.read_bytes(), offset))
+
+
+def last_of_record(web: Web, number: int = 0) -> int:
+    (member,) = web.index(number).files.values()
+    return member.offset + member.size - 1
+
+
+# Fetched once
+
+
+def test_a_copy_is_what_lies_there_under_the_name_of_its_content(web: Web, root: Path) -> None:
+    path = web.fetch(ShardCache(root, BIG))
+
+    content = (web.folder / f"{STEMS[0]}.tar").read_bytes()
+    assert path == root / f"{hashlib.sha256(content).hexdigest()}.tar"
+    assert path.read_bytes() == content
+
+
+def test_what_was_fetched_is_not_fetched_again(web: Web, root: Path) -> None:
+    paths = {web.fetch(ShardCache(root, BIG)) for _ in range(3)}
+
+    assert len(paths) == len(web.asked) == 1
+
+
+def test_samples_come_from_the_copy(web: Web, root: Path) -> None:
+    for _ in range(2):  # as in another process
+        shards = web.open(ShardCache(root, BIG))
+        for _ in range(2):
+            for position, sample in enumerate(SAMPLES):
+                assert same_bits(shards.fetch(position).pixel_latent, sample.pixel_latent)
+                assert_same(shards.load(position), sample)
+
+    assert sorted(web.fetches()) == STEMS
+
+
+def test_opening_shards_fetches_no_tar(web: Web, root: Path) -> None:
+    web.open(ShardCache(root, BIG))
+
+    assert (web.asked, root.exists()) == ([], False)
+
+
+def test_shards_on_a_local_disk_are_not_copied(web: Web, root: Path) -> None:
+    shards = ShardSet.open([web.folder], cache=ShardCache(root, BIG))
+
+    assert_same(shards.load(0), SAMPLES[0])
+    assert not root.exists()
+
+
+def test_a_large_tar_comes_in_parts_each_of_them_once(web: Web, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qie.shards.cache.PART_BYTES", 1000)
+    size = size_of(web)
+
+    path = web.fetch(ShardCache(root, BIG))
+
+    assert path is not None and path.read_bytes() == (web.folder / f"{STEMS[0]}.tar").read_bytes()
+    expected = [f"bytes={start}-{min(start + 1000, size) - 1}" for start in range(0, size, 1000)]
+    assert sorted(asked for _, asked in web.asked) == sorted(expected)
+
+
+def test_many_threads_fetch_a_tar_once(web: Web, root: Path) -> None:
+    caches = [ShardCache(root, BIG) for _ in range(4)]
+    start = threading.Barrier(16)
+
+    def fetch(number: int) -> Path | None:
+        start.wait()
+        return web.fetch(caches[number % 4], number % 2)
+
+    with ThreadPoolExecutor(16) as pool:
+        paths = list(pool.map(fetch, range(16)))
+
+    assert sorted(web.fetches()) == STEMS[:2]
+    assert len(set(paths)) == 2
+
+
+def test_many_threads_that_read_a_shard_fetch_it_once(web: Web, root: Path) -> None:
+    shards = web.open(ShardCache(root, BIG))
+    start = threading.Barrier(16)
+
+    def read(number: int) -> Sample:
+        start.wait()
+        return shards.load(number % 2)
+
+    with ThreadPoolExecutor(16) as pool:
+        for number, sample in enumerate(pool.map(read, range(16))):
+            assert_same(sample, SAMPLES[number % 2])
+
+    assert sorted(web.fetches()) == STEMS[:2]
+
+
+CHILD = """
+import sys
+from pathlib import Path
+import qie.shards.cache
+from qie.shards.cache import ShardCache
+from qie.stores import File
+qie.shards.cache.PART_BYTES = 1000
+root, url, size, sha256 = sys.argv[1:]
+print("ready", flush=True)
+print(ShardCache(Path(root), 1 << 40).fetch(File.at(url), int(size), sha256), flush=True)
+"""
+
+
+def child(web: Web, root: Path) -> subprocess.Popen[str]:
+    """Another process, about to fetch the first tar, in parts of 1,000 bytes."""
+    index = web.index()
+    arguments = [root, str(web.tar()), str(index.filesize), index.sha256]
+    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_two_processes_fetch_a_tar_once(web: Web, root: Path) -> None:
+    both_run = threading.Event()
+    web.serve = lambda name, content: content if both_run.wait(60) else b""
+
+    processes = [child(web, root) for _ in range(2)]
+    both_run.set()
+    said = [process.communicate(timeout=60)[0].strip() for process in processes]
+
+    (path,) = root.glob("*.tar")
+    assert said == [str(path)] * 2
+    assert path.read_bytes() == (web.folder / f"{STEMS[0]}.tar").read_bytes()
+    assert len(web.asked) == len(set(web.asked)) == -(-size_of(web) // 1000)
+
+
+# Nothing but what the index describes
+
+
+def test_a_download_that_was_damaged_is_fetched_once_more(web: Web, root: Path) -> None:
+    damages = iter([True])
+    web.serve = lambda name, content: flipped(content) if next(damages, False) else content
+
+    path = web.fetch(ShardCache(root, BIG))
+
+    assert path is not None and path.read_bytes() == (web.folder / f"{STEMS[0]}.tar").read_bytes()
+    assert len(web.asked) == 2
+
+
+def test_a_download_that_is_damaged_twice_is_refused_and_not_kept(web: Web, root: Path) -> None:
+    web.serve = lambda name, content: flipped(content)
+    found = hashlib.sha256(flipped((web.folder / f"{STEMS[0]}.tar").read_bytes())).hexdigest()
+
+    with pytest.raises(ShardError, match="a shard is damaged") as error:
+        web.fetch(ShardCache(root, BIG))
+
+    assert str(error.value.where) == str(web.tar())
+    assert (error.value.expected, error.value.found) == (f"SHA-256 {web.index().sha256}", found)
+    assert len(web.asked) == 2
+    assert [path.name for path in root.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_what_was_refused_is_asked_for_again_the_next_time(web: Web, root: Path) -> None:
+    web.serve = lambda name, content: flipped(content)
+    shards = web.open(ShardCache(root, BIG))
+    with pytest.raises(ShardError, match="a shard is damaged"):
+        shards.load(0)
+
+    web.serve = lambda name, content: content
+
+    assert_same(shards.load(0), SAMPLES[0])
+
+
+def test_a_tar_that_is_gone_or_shorter_is_an_error_and_leaves_no_copy(web: Web, root: Path) -> None:
+    shards = web.open(ShardCache(root, BIG))
+    (web.folder / f"{STEMS[0]}.tar").write_bytes(b"short")
+    (web.folder / f"{STEMS[1]}.tar").unlink()
+
+    for position, error in enumerate((StoreError, MissingError)):
+        with pytest.raises(error):
+            shards.load(position)
+    assert copies(root) == {}
+    assert_same(shards.load(2), SAMPLES[2])
+
+
+@pytest.mark.parametrize("parts", [0, 1, 5, 9])
+def test_a_process_that_is_killed_in_the_middle_leaves_nothing_wrong(web: Web, root: Path, parts: int) -> None:
+    reached, killed = threading.Event(), threading.Event()
+
+    def serve(name: str, content: bytes) -> bytes:
+        if len(web.asked) > parts and not killed.is_set():
+            reached.set()
+            killed.wait(60)
+        return content
+
+    web.serve = serve
+    process = child(web, root)
+    assert reached.wait(60)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    if process.stdout:
+        process.stdout.close()
+    killed.set()
+    assert copies(root) == {}
+
+    path = web.fetch(ShardCache(root, BIG))
+
+    assert path is not None and path.read_bytes() == (web.folder / f"{STEMS[0]}.tar").read_bytes()
+    assert {one.suffix for one in root.iterdir()} == {".lock", ".tar"}
+
+
+def test_what_a_killed_process_left_is_no_copy(web: Web, root: Path) -> None:
+    """Whatever stands in a partial file, or under the name itself, if the sizes differ."""
+    root.mkdir()
+    sha256 = web.index().sha256
+    (root / f"{sha256}.tar.partial").write_bytes(b"x" * 99_999)
+    (root / f"{sha256}.tar").write_bytes(b"half")
+
+    path = web.fetch(ShardCache(root, BIG))
+
+    assert path is not None and path.read_bytes() == (web.folder / f"{STEMS[0]}.tar").read_bytes()
+    assert len(web.asked) == 1
+
+
+# Damaged copies
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_copy_that_was_damaged_on_the_disk_is_noticed_and_fetched_once_more(
+    web: Web, root: Path, verify: Verify
+) -> None:
+    path = web.fetch(ShardCache(root, BIG))
+    assert path is not None
+    damage(path, last_of_record(web))
+    web.asked.clear()
+
+    shards = web.open(ShardCache(root, BIG), verify)
+
+    for _ in range(2):
+        assert same_bits(shards.fetch(0).prompt_embeds_mask, SAMPLES[0].prompt_embeds_mask)
+        assert_same(shards.load(0), SAMPLES[0])
+    assert web.fetches() == STEMS[:1]
+    assert path.read_bytes() == (web.folder / f"{STEMS[0]}.tar").read_bytes()
+
+
+def test_a_copy_that_is_damaged_between_two_fetches_is_noticed_by_always(web: Web, root: Path) -> None:
+    shards = web.open(ShardCache(root, BIG), "always")
+    shards.fetch(0)
+    (path,) = root.glob("*.tar")
+    with path.open("r+b") as file:  # in place: what is mapped sees it
+        content = flipped(path.read_bytes(), last_of_record(web))
+        file.write(content)
+    web.asked.clear()
+
+    assert same_bits(shards.fetch(0).prompt_embeds_mask, SAMPLES[0].prompt_embeds_mask)
+    assert web.fetches() == STEMS[:1]
+
+
+def test_a_record_that_is_damaged_in_the_store_too_is_refused_after_one_more_fetch(web: Web, root: Path) -> None:
+    """The tar's own hash holds: whoever made the index hashed a record that was not the one in the tar."""
+    index = web.folder / f"{STEMS[0]}.json"
+    values = json.loads(index.read_text(encoding="utf-8"))
+    next(iter(values["files"].values()))["sha256"] = "0" * 64
+    index.write_text(json.dumps(values), encoding="utf-8")
+    shards = web.open(ShardCache(root, BIG))
+
+    with pytest.raises(ShardError, match="a record is damaged") as error:
+        shards.fetch(0)
+
+    assert str(error.value.where).startswith(f"{web.tar()}, {SAMPLES[0].key}, at ")
+    assert web.fetches() == STEMS[:1] * 2
+
+
+def test_two_threads_that_notice_the_same_damage_both_get_the_sample(
+    web: Web, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have read the damaged copy before either of them drops it."""
+    path = web.fetch(ShardCache(root, BIG))
+    assert path is not None
+    damage(path, last_of_record(web))
+    both_read, both_dropped, one_at_a_time = threading.Barrier(2), threading.Barrier(2), threading.Lock()
+    forget = Tar.forget_copy
+
+    def together(self: Tar, *arguments: object) -> bool:
+        both_read.wait(30)
+        with one_at_a_time:
+            dropped = forget(self, *arguments)
+        both_dropped.wait(30)
+        return dropped
+
+    monkeypatch.setattr(Tar, "forget_copy", together)
+    shards = web.open(ShardCache(root, BIG), count=1)
+
+    with ThreadPoolExecutor(2) as pool:
+        for sample in pool.map(shards.load, [0, 0]):
+            assert_same(sample, SAMPLES[0])
+
+
+# The budget
+
+
+def test_the_budget_is_never_exceeded_and_what_was_used_longest_ago_goes_first(web: Web, root: Path) -> None:
+    size = size_of(web)
+    cache = ShardCache(root, 2 * size + size // 2)
+    names = [web.index(number).sha256 for number in range(4)]
+    moments = iter(range(1, 100))
+
+    def use(number: int) -> None:
+        path = web.fetch(cache, number)
+        assert path is not None
+        os.utime(path, ns=(0, next(moments)))  # a clock whose ticks never fall together
+        assert sum(copies(root).values()) <= cache.budget_bytes
+
+    for number, left in [(0, {0}), (1, {0, 1}), (0, {0, 1}), (2, {0, 2}), (3, {2, 3}), (2, {2, 3}), (1, {1, 2})]:
+        use(number)
+        assert copies(root).keys() == {names[one] for one in left}
+    assert web.fetches() == [STEMS[number] for number in (0, 1, 2, 3, 1)]
+
+
+def test_of_two_that_come_at_once_one_goes_if_there_is_room_for_one(web: Web, root: Path) -> None:
+    """Both have looked for room before either of them takes it."""
+    both_come = threading.Barrier(2)
+
+    def serve(name: str, content: bytes) -> bytes:
+        with suppress(threading.BrokenBarrierError):  # or only one comes at a time
+            both_come.wait(2)
+        return content
+
+    web.serve = serve
+    cache = ShardCache(root, size_of(web))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda number: web.fetch(cache, number), range(2)))
+
+    assert sum(copies(root).values()) <= cache.budget_bytes
+
+
+def test_a_copy_that_is_found_was_used_now(web: Web, root: Path) -> None:
+    cache = ShardCache(root, BIG)
+    path = web.fetch(cache)
+    assert path is not None
+    os.utime(path, ns=(0, 0))
+
+    web.fetch(cache)
+
+    assert path.stat().st_mtime_ns > 0
+
+
+def test_what_is_read_is_used_even_if_it_was_opened_first(web: Web, root: Path) -> None:
+    """The first shard is read all the time, the second once: it is the second that goes."""
+    cache = ShardCache(root, 2 * size_of(web))
+    shards = web.open(cache)
+    names = [web.index(number).sha256 for number in range(4)]
+    for number in (0, 1):
+        shards.load(number)
+        os.utime(root / f"{names[number]}.tar", ns=(0, 1 + number))
+
+    shards.load(0)
+    shards.load(2)
+
+    assert copies(root).keys() == {names[0], names[2]}
+
+
+@pytest.mark.parametrize("budget", [0, -1])
+def test_a_tar_larger_than_the_budget_is_not_copied_but_read_by_ranges(web: Web, root: Path, budget: int) -> None:
+    cache = ShardCache(root, size_of(web) - 1 if budget else 0)
+    assert web.fetch(cache) is None
+    shards = web.open(cache)
+
+    for position, sample in enumerate(SAMPLES):
+        for _ in range(2):
+            assert_same(shards.load(position), sample)
+    assert not root.exists()
+    members = [next(iter(web.index(number).files.values())) for number in range(4)]
+    assert web.asked == [
+        (f"{stem}.tar", f"bytes={member.offset}-{member.offset + member.size - 1}")
+        for stem, member in zip(STEMS, members, strict=True)
+        for _ in range(2)
+    ]
+
+
+def test_a_tar_as_large_as_the_budget_is_copied(web: Web, root: Path) -> None:
+    assert web.fetch(ShardCache(root, size_of(web))) is not None
+
+
+def test_what_is_mapped_stays_readable_when_it_goes(web: Web, root: Path) -> None:
+    shards = web.open(ShardCache(root, size_of(web)))
+
+    samples = [shards.load(position) for position in range(4)]
+
+    assert copies(root).keys() == {web.index(3).sha256}
+    for found, sample in zip(samples, SAMPLES, strict=True):
+        assert_same(found, sample)
+    for position, sample in enumerate(SAMPLES):
+        assert_same(shards.load(position), sample)
+
+
+def test_what_went_takes_no_room_on_the_disk_any_more(web: Web, root: Path) -> None:
+    """A file that is deleted but mapped is still on the disk: a set of shards lets go of it when it reads on."""
+    cache = ShardCache(root, size_of(web))
+    shards = web.open(cache)
+
+    for position in (0, 1, 2, 3, 0, 1, 2, 3):
+        shards.fetch(position)
+
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(root) in line]
+    held = {line.split()[4] for line in maps}  # by inode: one file may be mapped in several pieces
+    assert len(held) <= 2, "the budget is one tar; another may be about to go"
+
+
+def test_a_copy_that_goes_before_it_is_mapped_is_fetched_again(
+    web: Web, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two, another process makes room."""
+    fetch = ShardCache.fetch
+    evictions = iter([True])
+
+    def evicted(self: ShardCache, *arguments: Any) -> Path | None:
+        path = fetch(self, *arguments)
+        if path is not None and next(evictions, False):
+            path.unlink()
+        return path
+
+    monkeypatch.setattr(ShardCache, "fetch", evicted)
+
+    assert_same(web.open(ShardCache(root, BIG)).load(0), SAMPLES[0])
+
+
+def test_files_that_are_not_the_cache_s_stay_whatever_the_budget(web: Web, root: Path) -> None:
+    """Someone's own shards, in the folder that they named."""
+    write_shard(root, SAMPLES)
+    own = {path.name: path.read_bytes() for path in root.iterdir()}
+    cache = ShardCache(root, size_of(web))
+
+    for number in range(4):
+        web.fetch(cache, number)
+
+    assert {name: (root / name).read_bytes() for name in own if (root / name).exists()} == own
+
+
+def test_what_killed_processes_left_does_not_fill_the_disk(web: Web, root: Path) -> None:
+    """A partial file of a tar that is never asked for again."""
+    root.mkdir()
+    (root / f"{'0' * 64}.tar.partial").write_bytes(bytes(100_000))
+    cache = ShardCache(root, size_of(web))
+
+    for number in range(2):
+        web.fetch(cache, number)
+
+    assert sum(path.stat().st_size for path in root.iterdir()) <= cache.budget_bytes
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(web: Web, root: Path) -> None:
+    root.write_bytes(b"a file")
+
+    with pytest.raises((QieError, OSError)) as error:
+        web.open(ShardCache(root, BIG)).load(0)
+
+    assert str(root) in str(error.value)
+
+
+# A bucket
+
+
+def test_with_a_cache_shards_in_a_bucket_give_what_their_copies_give(web: Web, root: Path, s3: S3) -> None:
+    remote = open_folder(f"{s3.url}/shards")
+    for path in web.folder.iterdir():
+        remote.upload(path.name, path)
+    there = ShardSet.open([remote.url], cache=ShardCache(root, 2 * size_of(web)))
+    again = ShardSet.open([remote.url], cache=ShardCache(root, BIG))
+
+    for shards in (there, again):
+        for position, sample in enumerate(SAMPLES):
+            assert_same(shards.load(position), sample)
+    assert copies(root).keys() == {web.index(number).sha256 for number in range(4)}

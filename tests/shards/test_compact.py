@@ -1,0 +1,557 @@
+"""The compacted index: a set of shards is the same with it and without it, whatever became of the shards since."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qie.data.epoch import plan_epoch
+from qie.errors import RecipeMismatchError, ShardError
+from qie.shards.compact import COMPACT_NAME, Compact, read_compact, write_compact
+from qie.shards.index import Skipped
+from qie.shards.parts import compacted
+from qie.shards.shard_set import ShardSet
+from qie.shards.storage import find_indexes, published
+from qie.shards.table import COLUMNS
+from qie.stores import File, Folder, LocalFolder, open_folder
+from qie.stores.objects import ObjectFolder
+from qie.types import Sample
+from tests.builders import assert_same, make_recipe, make_sample, write_shard, write_versions
+from tests.s3 import S3, without_clouds
+from tests.stores.servers import Ranged, serving
+
+LETTERS = {
+    "a": make_sample(1),
+    "b": make_sample(2, target=(2, 4), controls=((2, 3), (4, 6)), masked=True),
+    "c": make_sample(3, tokens=12, empty_tokens=5, shared_prefix=5),
+    "d": make_sample(4, shared_prefix=0),
+}
+LAYOUTS = {
+    "one shard": [["a", "b"]],
+    "several shards": [["a", "b"], ["c"], ["d", "a", "b"]],
+    "skipped rows": [["a", "-"], ["-", "c", "-"]],
+    "no samples in the first shard": [["-"], ["a", "b"], ["c"]],
+    "no samples in a shard between": [["a"], ["-", "-"], ["-"], ["c"]],
+    "no samples in the last shards": [["a"], ["c"], ["-"], ["-"]],
+    "versions": [["ab-", "c"], ["-d", "abc", "--"]],
+    "equal rows": [["a", "a"], ["aa", "a"]],
+}
+
+
+def write(folder: Folder | Path, layout: list[list[str]], source: str = "") -> None:
+    """Shards of rows, each spelled as its versions; "-" is one that is skipped."""
+    start = 0
+    for rows in layout:
+        write_versions(folder, [[LETTERS.get(one) for one in row] for row in rows], start=start, source=source)
+        start += len(rows)
+
+
+def compact(place: Folder | Path) -> File:
+    folder = open_folder(place) if isinstance(place, Path) else place
+    return write_compact(folder, compacted(folder))
+
+
+def said(shards: ShardSet) -> dict[str, object]:
+    """All that a set of shards says of its samples, whatever its numbering."""
+    table, columns = shards.table, shards.columns
+    numbered = {"shards", "shapes", "sources"}
+    assert np.array_equal(columns.blocks, np.sort(columns.blocks))
+    return {
+        **{name: getattr(table, name).tolist() for name in COLUMNS if name not in numbered},
+        **{f"type of {name}": getattr(table, name).dtype for name in COLUMNS},
+        "shapes": [table.shape_names[number] for number in table.shapes],
+        "sources": [table.source_names[number] for number in table.sources],
+        "blocks": np.unique(columns.blocks, return_inverse=True)[1].tolist(),
+        "numbers of rows": columns.rows.tolist(),
+        "recipe": shards.recipe,
+        "keys": shards.keys,
+        "entries": shards.entries,
+        "skipped": shards.skipped,
+    }
+
+
+def assert_equal(one: ShardSet, other: ShardSet) -> None:
+    assert said(one) == said(other)
+    for position in range(len(one)):
+        assert_same(one.load(position), other.load(position))
+    for order in ("shuffle", "blocks", "sequence"):
+        plans = [
+            plan_epoch(shards.columns, seed=1, epoch=2, global_batch_size=2, order=order, block_size=1)
+            for shards in (one, other)
+        ]
+        assert list(plans[0]) == list(plans[1])
+
+
+def assert_compacting_changes_nothing(places: list[str | Path], folders: list[Path]) -> None:
+    before = ShardSet.open(places)
+    for folder in folders:
+        compact(folder)
+    assert_equal(ShardSet.open(places), before)
+
+
+def without_compact(folder: Path) -> ShardSet:
+    (folder / COMPACT_NAME).unlink()
+    return ShardSet.open([folder])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three shards of one sample each: rows 0, 1, 2 are a, b, c."""
+    write(tmp_path / "shards", [["a"], ["b"], ["c"]])
+    return tmp_path / "shards"
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of files that are read from local folders from now on."""
+    names: list[str] = []
+    read = LocalFolder.read
+
+    def noted(self: LocalFolder, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        names.append(name)
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(LocalFolder, "read", noted)
+    return names
+
+
+# As it is
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    write(tmp_path, LAYOUTS["versions"], source="naïve 日本")
+    made = compacted(LocalFolder(tmp_path))
+
+    file = write_compact(LocalFolder(tmp_path), made)
+
+    assert file.path == tmp_path / COMPACT_NAME
+    assert_same_compact(read_compact(LocalFolder(tmp_path)), made)
+
+
+def assert_same_compact(one: Compact | None, other: Compact) -> None:
+    assert one is not None
+    assert (one.recipe, one.recipe.digest, one.shards) == (other.recipe, other.recipe.digest, other.shards)
+    for field in fields(other.table):
+        mine, theirs = getattr(one.table, field.name), getattr(other.table, field.name)
+        if isinstance(theirs, np.ndarray):
+            assert (mine.dtype, mine.tolist()) == (theirs.dtype, theirs.tolist())
+        else:
+            assert mine == theirs
+
+
+def test_skipped_rows_are_whole_in_it(folder: Path) -> None:
+    made = compacted(LocalFolder(folder))
+    gone = Skipped(1, 'naïve \\ "日本"', "the target is no image", "f" * 64, "source", 2)
+    made = replace(made, shards=(replace(made.shards[0], skipped=(gone, gone)), *made.shards[1:]))
+
+    write_compact(LocalFolder(folder), made)
+
+    assert_same_compact(read_compact(LocalFolder(folder)), made)
+
+
+def test_without_one_there_is_none(folder: Path) -> None:
+    assert read_compact(LocalFolder(folder)) is None
+    assert read_compact(LocalFolder(folder / "nowhere")) is None
+
+
+def test_a_folder_without_shards_cannot_be_compacted(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match="no shards found"):
+        compacted(LocalFolder(tmp_path))
+
+
+def test_shards_of_two_recipes_are_not_compacted_together(folder: Path) -> None:
+    other = make_recipe(vae="0" * 64)
+    write_shard(folder, [make_sample(9, recipe=other)], start=3, recipe=other)
+
+    with pytest.raises(RecipeMismatchError, match="vae"):
+        compact(folder)
+    assert not (folder / COMPACT_NAME).exists()
+
+
+def test_shards_of_the_same_rows_are_not_compacted(folder: Path) -> None:
+    write_shard(folder, [LETTERS["d"], None], start=1)
+
+    with pytest.raises(ShardError, match="two shards hold the same rows"):
+        compact(folder)
+
+
+def test_a_shard_that_is_published_meanwhile_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is listed first, the next shard may come behind it."""
+    stamps = LocalFolder.stamps
+
+    def late(self: LocalFolder) -> dict[str, str]:
+        found = stamps(self)
+        write_shard(folder, [LETTERS["d"]], start=3)
+        return found
+
+    monkeypatch.setattr(LocalFolder, "stamps", late)
+    made = compacted(LocalFolder(folder))
+    monkeypatch.undo()
+    write_compact(LocalFolder(folder), made)
+
+    with_it = ShardSet.open([folder])
+    assert with_it.keys == [LETTERS[letter].key for letter in "abcd"]
+    assert_equal(with_it, without_compact(folder))
+
+
+# With it and without it
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_with_it_a_set_of_shards_is_the_same(tmp_path: Path, layout: list[list[str]]) -> None:
+    write(tmp_path, layout)
+
+    assert_compacting_changes_nothing([tmp_path], [tmp_path])
+
+
+def test_with_it_no_index_of_a_shard_is_read(folder: Path, reads: list[str]) -> None:
+    compact(folder)
+    reads.clear()
+
+    shards = ShardSet.open([folder])
+
+    assert reads == [COMPACT_NAME]
+    assert shards.keys == [LETTERS[letter].key for letter in "abc"]
+
+
+def test_with_it_several_sources_stay_apart(tmp_path: Path) -> None:
+    write_versions(tmp_path, [[LETTERS["a"]], [LETTERS["b"]]], source="x")
+    write_versions(tmp_path, [[LETTERS["c"]], [LETTERS["d"]]], start=2, source="y")
+
+    assert_compacting_changes_nothing([tmp_path], [tmp_path])
+    columns = ShardSet.open([tmp_path]).columns
+    assert [columns.source_names[number] for number in columns.sources] == ["x", "x", "y", "y"]
+
+
+@pytest.mark.parametrize("have", [["one"], ["two"], ["one", "two"]], ids=" and ".join)
+def test_of_several_folders_any_may_have_one(tmp_path: Path, have: list[str]) -> None:
+    write(tmp_path / "one", LAYOUTS["no samples in the last shards"], source="x")
+    write(tmp_path / "two", LAYOUTS["versions"], source="y")
+
+    places: list[str | Path] = [tmp_path / "two", tmp_path / "one"]
+    assert_compacting_changes_nothing(places, [tmp_path / name for name in have])
+
+
+CHOICES = {
+    "some": "{00000000-00000001,00000002-00000003}.tar",
+    "the last": "00000002-00000003.tar",
+    "a glob": "*[12]-0000000[23].tar",
+    "backwards": "{00000002-00000003,00000001-00000002,00000000-00000001}.tar",
+    "in another order": "{00000001-00000002,00000002-00000003,00000000-00000001}.tar",
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_of_its_shards_any_may_be_chosen_in_any_order(folder: Path, choice: str) -> None:
+    assert_compacting_changes_nothing([f"{folder}/{choice}"], [folder])
+
+
+@pytest.mark.parametrize(
+    "choice", ["{00000001-00000002,00000002-00000004}.tar", "{00000002-00000004,00000000-00000001}.tar"]
+)
+def test_of_its_shards_those_without_samples_may_be_chosen(tmp_path: Path, choice: str) -> None:
+    write(tmp_path, [["a"], ["b"], ["-", "-"]])
+
+    assert_compacting_changes_nothing([f"{tmp_path}/{choice}"], [tmp_path])
+
+
+def test_chosen_shards_without_any_sample_are_refused_as_without_it(tmp_path: Path) -> None:
+    write(tmp_path, [["a"], ["-"]])
+    compact(tmp_path)
+
+    with pytest.raises(ShardError, match="the shards hold no samples"):
+        ShardSet.open([tmp_path / "00000001-00000002.tar"])
+
+
+def test_folders_may_take_turns(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / name, [["a"], ["b"]])
+
+    assert_compacting_changes_nothing(
+        [f"{tmp_path}/{{one,two}}/{stem}.tar" for stem in ("00000000-00000001", "00000001-00000002")],
+        [tmp_path / "one", tmp_path / "two"],
+    )
+
+
+# Shards that are not what they were
+
+
+def rewritten(folder: Path, samples: list[Sample | None], start: int) -> None:
+    """Write a shard again, later than ever before."""
+    write_shard(folder, samples, start=start)
+    later(folder / f"{start:08d}-{start + len(samples):08d}.json")
+
+
+def later(path: Path) -> None:
+    os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns + 1_000_000_000))
+
+
+def deleted(folder: Path, start: int) -> None:
+    for path in folder.glob(f"{start:08d}-*"):
+        path.unlink()
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "the first was written again": (lambda folder: rewritten(folder, [LETTERS["d"]], 0), "dbc"),
+    "one between was written again": (lambda folder: rewritten(folder, [LETTERS["d"]], 1), "adc"),
+    "the last was written again": (lambda folder: rewritten(folder, [LETTERS["d"]], 2), "abd"),
+    "one has no samples any more": (lambda folder: rewritten(folder, [None], 1), "ac"),
+    "all were written again": (lambda folder: [rewritten(folder, [LETTERS["d"]], n) for n in range(3)], "ddd"),
+    "one was added": (lambda folder: write_shard(folder, [LETTERS["d"]], start=3), "abcd"),
+    "one was deleted": (lambda folder: deleted(folder, 1), "ac"),
+    "all but the last were deleted": (lambda folder: [deleted(folder, n) for n in (0, 1)], "c"),
+    "two became one": (
+        lambda folder: [deleted(folder, 0), deleted(folder, 1), write_shard(folder, [LETTERS["d"], LETTERS["a"]])],
+        "dac",
+    ),
+    "an index was touched": (lambda folder: later(folder / "00000001-00000002.json"), "abc"),
+    "a tar was touched": (lambda folder: later(folder / "00000001-00000002.tar"), "abc"),
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES)
+def test_a_shard_that_changed_is_read_from_its_own_index(
+    folder: Path, change: Callable[[Path], object], expected: str
+) -> None:
+    compact(folder)
+    change(folder)
+
+    with_it = ShardSet.open([folder])
+
+    assert with_it.keys == [LETTERS[letter].key for letter in expected]
+    assert_equal(with_it, without_compact(folder))
+
+
+def test_only_what_changed_is_read_again(folder: Path, reads: list[str]) -> None:
+    compact(folder)
+    rewritten(folder, [LETTERS["d"]], 1)
+    reads.clear()
+
+    ShardSet.open([folder])
+
+    assert reads == [COMPACT_NAME, "00000001-00000002.json"]
+
+
+def test_a_shard_that_changed_beside_shards_without_samples_is_read_from_its_own_index(tmp_path: Path) -> None:
+    write(tmp_path, [["a"], ["b"], ["-"]])
+    compact(tmp_path)
+    rewritten(tmp_path, [LETTERS["d"]], 0)
+
+    with_it = ShardSet.open([tmp_path])
+
+    assert with_it.keys == [LETTERS["d"].key, LETTERS["b"].key]
+    assert_equal(with_it, without_compact(tmp_path))
+
+
+def test_a_shard_replaced_by_one_of_equal_size_is_read_from_its_own_index(folder: Path) -> None:
+    compact(folder)
+    before = {path.name: path.stat().st_size for path in folder.glob("00000000-*")}
+    other = make_sample(5)
+    rewritten(folder, [other], 0)
+    assert {path.name: path.stat().st_size for path in folder.glob("00000000-*")} == before
+
+    with_it = ShardSet.open([folder])
+
+    assert with_it.keys[0] == other.key
+    assert_same(with_it.load(0), other)
+    assert_equal(with_it, without_compact(folder))
+
+
+def test_a_tar_replaced_by_one_of_equal_size_without_its_index_gives_no_sample(folder: Path, tmp_path: Path) -> None:
+    compact(folder)
+    write_shard(tmp_path / "other", [make_sample(5)])
+    (tmp_path / "other" / "00000000-00000001.tar").replace(folder / "00000000-00000001.tar")
+
+    shards = ShardSet.open([folder])
+
+    with pytest.raises(ShardError, match="a record is damaged"):
+        shards.fetch(0)
+
+
+@pytest.mark.parametrize("change", [lambda tar: tar.unlink(), lambda tar: tar.write_bytes(tar.read_bytes()[:-512])])
+def test_a_tar_that_is_gone_or_cut_is_refused_as_without_it(folder: Path, change: Callable[[Path], object]) -> None:
+    compact(folder)
+    tar = folder / "00000001-00000002.tar"
+    change(tar)
+
+    with pytest.raises(ShardError, match=r"the shard is (missing|cut short)") as error:
+        ShardSet.open([folder])
+    assert str(error.value.where) == str(tar)
+
+
+def test_a_shard_of_another_recipe_beside_it_is_refused(folder: Path) -> None:
+    compact(folder)
+    other = make_recipe(vae="0" * 64)
+    write_shard(folder, [make_sample(9, recipe=other)], start=3, recipe=other)
+
+    with pytest.raises(RecipeMismatchError, match="vae"):
+        ShardSet.open([folder])
+
+
+def test_a_shard_over_the_rows_of_a_compacted_one_is_refused(folder: Path) -> None:
+    compact(folder)
+    write_shard(folder, [LETTERS["d"], None], start=1)
+
+    with pytest.raises(ShardError, match="two shards hold the same rows"):
+        ShardSet.open([folder])
+
+
+def test_stamps_of_another_day_are_worth_nothing(folder: Path, reads: list[str]) -> None:
+    """As after a copy that did not keep times."""
+    compact(folder)
+    for path in folder.glob("*.json"):
+        later(path)
+    reads.clear()
+
+    assert ShardSet.open([folder]).keys == [LETTERS[letter].key for letter in "abc"]
+    assert sorted(reads) == sorted([COMPACT_NAME, *(path.name for path in folder.glob("*.json"))])
+
+
+# Damage
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path, LAYOUTS["versions"], source="x")
+    path, folder = compact(tmp_path).path, LocalFolder(tmp_path)
+    assert path is not None
+    sound, content = compacted(folder), path.read_bytes()
+    dice = random.Random(0)
+    header = int.from_bytes(content[:8], "little") + 8
+    positions = [*range(8), *dice.sample(range(8, header), 150), *dice.sample(range(header, len(content)), 142)]
+    assert len(positions) == 300
+
+    refused = 0
+    for position in positions:
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << dice.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = read_compact(folder)
+        except ShardError as error:
+            assert str(path) == str(error.where)
+            refused += 1
+        else:
+            assert_same_compact(found, sound)
+
+    assert refused > 290
+
+
+def test_a_file_that_is_cut_or_longer_is_refused(folder: Path) -> None:
+    path = compact(folder).path
+    assert path is not None
+    content = path.read_bytes()
+    dice = random.Random(1)
+    lengths = [0, 1, 7, 8, 9, len(content) - 1, *dice.sample(range(len(content)), 40)]
+
+    for damaged in [*(content[:length] for length in lengths), content + b"\0", content * 2, bytes(len(content))]:
+        path.write_bytes(damaged)
+        with pytest.raises(ShardError, match="the compacted index is damaged") as error:
+            read_compact(LocalFolder(folder))
+        assert str(error.value.where) == str(path)
+
+
+def test_a_damaged_one_is_named_when_shards_are_opened_and_may_be_deleted(folder: Path) -> None:
+    path = compact(folder).path
+    assert path is not None
+    path.write_bytes(path.read_bytes()[:-1])
+
+    with pytest.raises(ShardError, match="the compacted index is damaged") as error:
+        ShardSet.open([folder])
+    assert str(error.value.where) == str(path) and "delete it" in str(error.value.hint)
+    assert len(without_compact(folder)) == 3
+
+
+def test_one_of_another_version_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qie.shards.compact.COMPACT_VERSION", 0)
+    compact(folder)
+    monkeypatch.undo()
+
+    with pytest.raises(ShardError, match="the compacted index") as error:
+        ShardSet.open([folder])
+    assert "version 0, expected 1" in str(error.value.found)
+
+
+# Other places
+
+
+@pytest.fixture
+def remote(s3: S3, folder: Path) -> Folder:
+    """A copy of `folder` in a bucket."""
+    copies = open_folder(f"{s3.url}/copies/shards")
+    for path in folder.iterdir():
+        copies.upload(path.name, path)
+    return copies
+
+
+def test_in_a_bucket_it_is_the_same_and_nothing_else_is_read(
+    remote: Folder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compact(remote)
+    asked: list[str] = []
+    read, size = ObjectFolder.read, ObjectFolder.size
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectFolder, "read", lambda self, name, *span: asked.append(name) or read(self, name, *span))
+        patch.setattr(ObjectFolder, "size", lambda self, name: asked.append(name) or size(self, name))
+        shards = ShardSet.open([remote.url])
+
+    assert asked == [COMPACT_NAME]
+    assert_equal(shards, ShardSet.open([folder]))
+
+
+def test_in_a_bucket_what_changed_is_read_from_its_own_index(remote: Folder) -> None:
+    compact(remote)
+    write_shard(remote, [make_sample(5)], start=0)  # of equal size
+    write_shard(remote, [LETTERS["d"]], start=3)
+    for ending in ("tar", "json"):
+        remote.delete(f"00000001-00000002.{ending}")
+
+    with_it = ShardSet.open([remote.url])
+
+    assert with_it.keys == [make_sample(5).key, LETTERS["c"].key, LETTERS["d"].key]
+    remote.delete(COMPACT_NAME)
+    assert_equal(with_it, ShardSet.open([remote.url]))
+
+
+def test_over_http_shards_open_without_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A web server lists nothing, so nothing could be compared: it is not even asked for."""
+    without_clouds(monkeypatch)
+    compact(folder)
+    (folder / COMPACT_NAME).write_bytes(b"no such thing")
+
+    with serving(functools.partial(Ranged, directory=folder)) as url:
+        there = ShardSet.open([f"{url}/{{00000000-00000001,00000001-00000002,00000002-00000003}}.tar"])
+        (folder / COMPACT_NAME).unlink()
+        assert_equal(there, ShardSet.open([folder]))
+
+
+# Its name
+
+
+def test_it_is_taken_for_no_shard(folder: Path) -> None:
+    before = [*published(folder), *find_indexes([folder]), *find_indexes([f"{folder}/*.tar", f"{folder}/*.json"])]
+
+    compact(folder)
+
+    assert [
+        *published(folder),
+        *find_indexes([folder]),
+        *find_indexes([f"{folder}/*.tar", f"{folder}/*.json"]),
+    ] == before
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves that to the collector
+def test_webdataset_reads_the_folder_as_before(folder: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    compact(folder)
+
+    tars = sorted(str(path) for path in folder.glob("*.tar"))
+    keys = [item["__key__"] for item in webdataset.WebDataset(tars, shardshuffle=False)]
+
+    assert keys == [LETTERS[letter].key for letter in "abc"]

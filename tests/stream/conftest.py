@@ -1,0 +1,3 @@
+"""Stores other than disks for shards to lie in."""
+
+from tests.s3 import s3, s3_server  # noqa: F401 - fixtures

@@ -1,0 +1,196 @@
+"""Training on shards while they are written; samples kept in memory; shards with raw rows for what they lack."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from qie.data import open_stream
+from qie.data.follow import FollowingStream, GrowingSamples
+from qie.data.memory import Keep, KeptSamples
+from qie.errors import QieError, UsageError
+from qie.precompute import precompute
+from qie.shards.shard_set import ShardSet
+from qie.stores import open_folder
+from qie.types import Batch
+from tests.stubs import StubEncoder, StubSource
+
+SOURCE = StubSource.of(60).changed(7, target=b"broken").changed(20, target=b"missing")
+CPU = torch.device("cpu")
+
+
+def write(folder: Path, rows: tuple[int, int] = (0, 60)) -> None:
+    precompute(SOURCE, StubEncoder(), folder, rows=rows, shard_size=8)
+
+
+def followed(folder: Path, **settings) -> FollowingStream:
+    growing = {name: settings.pop(name) for name in ("timeout_s", "alive") if name in settings}
+    samples = GrowingSamples(open_folder(folder), 60, poll_s=0.01, **growing)
+    return FollowingStream(samples, settings.pop("batch_size", 2), seed=1, **settings)
+
+
+def keys(stream, count: int) -> list[tuple[str, ...]]:
+    batches = stream.forever()
+    return [next(batches).keys for _ in range(count)]
+
+
+def epoch_of(stream) -> list[tuple[str, ...]]:
+    return [batch.keys for batch in stream]
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    write(tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+def test_the_first_epoch_takes_rows_in_order_and_later_ones_are_those_of_any_stream(whole: Path) -> None:
+    stream = followed(whole)
+    first = [
+        position for batch in stream for position, weight in zip(batch.indices, batch.weight, strict=True) if weight
+    ]
+    assert sorted(first) == list(range(58)), "each sample once"
+    assert max(abs(position - place) for place, position in enumerate(first)) < 20, "about in the order of rows"
+    other = open_stream(whole, batch_size=2, seed=1)
+    other.set_epoch(1)
+    assert keys(stream, 60) == keys(other, 60)
+
+
+def test_batches_do_not_depend_on_when_shards_came(whole: Path, tmp_path: Path) -> None:
+    expected = keys(followed(whole), 70)
+    growing = tmp_path / "growing"
+    write(growing, (0, 8))
+    stream = followed(growing)
+    batches, found, shard = stream.forever(), [], 8
+    while len(found) < 70:
+        if shard < 60 and len(found) % 3 == 0:
+            write(growing, (shard, min(shard + 8, 60)))
+            shard += 8
+        found.append(next(batches).keys)
+    assert found == expected
+
+
+def test_it_waits_for_a_shard_that_is_not_there_yet(whole: Path, tmp_path: Path) -> None:
+    growing = tmp_path / "growing"
+    write(growing, (0, 16))
+    stream = followed(growing)
+    asked = threading.Event()
+    stream.samples.alive = asked.set
+
+    def write_when_asked() -> None:
+        assert asked.wait(30)
+        write(growing, (16, 60))
+
+    writer = threading.Thread(target=write_when_asked)
+    writer.start()
+    assert keys(stream, 40) == keys(followed(whole), 40)
+    writer.join()
+
+
+@pytest.mark.parametrize("stopped", [0, 1, 5, 11, 28, 29, 30, 31, 45])
+def test_it_goes_on_where_it_stopped_also_when_more_or_fewer_shards_are_there(
+    whole: Path, tmp_path: Path, stopped: int
+) -> None:
+    stream = followed(whole)
+    keys(stream, stopped)
+    state, tail = stream.state_dict(), keys(stream, 40)
+    resumed = followed(whole)
+    resumed.load_state_dict(state)
+    assert keys(resumed, 40) == tail
+
+    growing = tmp_path / "growing"
+    write(growing, (0, 8))
+    resumed = followed(growing)
+    resumed.load_state_dict(state)
+    writer = threading.Thread(target=write, args=(growing, (8, 60)))
+    writer.start()
+    assert keys(resumed, 40) == tail
+    writer.join()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_the_global_batches(whole: Path, world_size: int) -> None:
+    alone = keys(followed(whole, batch_size=6), 20)
+    ranks = [
+        keys(followed(whole, batch_size=6 // world_size, rank=rank, world_size=world_size), 20)
+        for rank in range(world_size)
+    ]
+    assert [sum(parts, ()) for parts in zip(*ranks, strict=True)] == alone
+
+
+def test_rows_for_validation_are_of_the_first_shard_and_stay_out_of_all_epochs(whole: Path) -> None:
+    stream = followed(whole, validation_rows=3)
+    validation = {position for batch in stream.validation_batches() for position in batch.positions}
+    assert len(validation) == 3 and max(validation) < 8
+    for _ in range(3):
+        assert not {position for batch in stream for position in batch.indices} & validation
+    with pytest.raises(UsageError, match="first shard"):
+        followed(whole, validation_rows=7)
+
+
+def test_a_shard_that_never_comes_is_an_error_that_says_which(tmp_path: Path) -> None:
+    write(tmp_path, (0, 16))
+    with pytest.raises(QieError) as refused:
+        keys(followed(tmp_path, timeout_s=0.05), 40)
+    assert "row 16, of 60" in str(refused.value) and str(tmp_path) in str(refused.value)
+
+
+def test_a_writer_that_failed_is_heard(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise QieError("the writer failed")
+
+    write(tmp_path, (0, 16))
+    with pytest.raises(QieError, match="the writer failed"):
+        keys(followed(tmp_path, alive=fail), 40)
+
+
+def tensors(batch: Batch) -> list[torch.Tensor]:
+    found = [batch.pixel_latent, *batch.control_latent, batch.prompt_embed, batch.empty_prompt_embed, batch.weight]
+    return found + [mask for mask in (batch.prompt_embeds_mask, batch.empty_prompt_embeds_mask) if mask is not None]
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    assert one.keys == other.keys
+    assert all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
+
+
+@pytest.mark.parametrize(
+    "keep", [Keep(CPU, CPU), Keep(CPU), Keep(None, CPU), Keep(CPU, CPU, 20_000), Keep(CPU, CPU, 0)]
+)
+def test_what_is_kept_in_memory_is_what_was_read(whole: Path, keep: Keep) -> None:
+    plain, kept = open_stream(whole, batch_size=2), open_stream(whole, batch_size=2, keep=keep)
+    for _ in range(3):
+        for one, other in zip(plain, kept, strict=True):
+            assert_same(one, other)
+    assert isinstance(kept.samples, KeptSamples)
+    assert kept.samples.bytes <= keep.budget_bytes
+    assert (kept.samples.bytes > 0) == (keep.budget_bytes > 0)
+
+
+def test_samples_kept_whole_are_not_read_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = open_stream(whole, batch_size=2, keep=Keep(CPU, CPU))
+    epoch_of(stream)
+    monkeypatch.setattr(ShardSet, "fetch", lambda self, position: pytest.fail("read again"))
+    epoch_of(stream)
+
+
+def test_rows_that_the_shards_lack_are_encoded_and_the_others_are_not(whole: Path, tmp_path: Path) -> None:
+    write(tmp_path / "some", (0, 24))
+    encoder = StubEncoder()
+    mixed = open_stream(SOURCE, encoder=encoder, shards=tmp_path / "some", batch_size=2)
+    encoder.encoded.clear()
+    for one, other in zip(open_stream(whole, batch_size=2), mixed, strict=True):
+        assert_same(one, other)
+    assert set(encoder.encoded) == set(range(24, 60))
+
+
+def test_shards_of_another_recipe_are_simply_not_found(whole: Path) -> None:
+    from dataclasses import replace
+
+    encoder = StubEncoder(replace(StubEncoder().recipe, vae="9" * 64))
+    stream = open_stream(SOURCE, encoder=encoder, shards=whole, batch_size=2)
+    epoch_of(stream)
+    assert set(encoder.encoded) == set(range(60)) - {7, 20}

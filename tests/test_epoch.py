@@ -1,0 +1,799 @@
+"""The plan of an epoch: what is drawn comes once, one shape a batch, the same batches for any number of processes."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import groupby
+from math import floor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from qie.data.epoch import PLAN_VERSION, Columns, Plan, PlannedBatch, held_out, plan_epoch, sequence_prefix
+from qie.errors import UsageError
+from qie.types import Shape
+
+SQUARE, WIDE, TWO_CONTROLS = Shape((4, 4), ((4, 4),)), Shape((4, 6), ((4, 6),)), Shape((4, 4), ((2, 4), (4, 2)))
+SHAPES = (WIDE, TWO_CONTROLS, SQUARE)
+WEIGHTS = (0.25, 1 / 3, 0.5, 1.0, 1.7, 2.0, 3.0)
+deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=80)
+seeds, epochs, sizes = st.integers(0, 2**31 - 1), st.integers(0, 10_000), st.integers(1, 8)
+orders, tails = st.sampled_from(["shuffle", "blocks", "sequence"]), st.sampled_from(["pad", "drop"])
+
+
+def of(
+    shapes: Sequence[Shape],
+    *,
+    rows: Iterable[int] | None = None,
+    lengths: Iterable[int] | None = None,
+    sources: Iterable[int] | None = None,
+    blocks: Iterable[int] | None = None,
+) -> Columns:
+    """Samples of `shapes`: by default each a row of its own, equally long, of one source, two a shard."""
+    return Columns(
+        shapes=np.array([SHAPES.index(shape) for shape in shapes], np.int32),
+        shape_names=SHAPES,
+        rows=np.array(range(len(shapes)) if rows is None else list(rows), np.int64),
+        lengths=np.array([9] * len(shapes) if lengths is None else list(lengths), np.int32),
+        sources=np.array([0] * len(shapes) if sources is None else list(sources), np.int32),
+        blocks=np.array([n // 2 for n in range(len(shapes))] if blocks is None else list(blocks), np.int32),
+    )
+
+
+@st.composite
+def samples(draw: st.DrawFn, versions: int = 1, sources: int = 1) -> Columns:
+    """Up to 40 rows of several versions and sources, with gaps in the numbering of rows and shards."""
+    rows = draw(st.lists(st.tuples(st.integers(1, versions), st.integers(0, sources - 1)), min_size=1, max_size=40))
+    each = [(7 * number, source) for number, (count, source) in enumerate(rows) for _ in range(count)]
+    many = {"min_size": len(each), "max_size": len(each)}
+    return of(
+        draw(st.lists(st.sampled_from(SHAPES), **many)),
+        rows=[row for row, _ in each],
+        sources=[source for _, source in each],
+        lengths=draw(st.lists(st.integers(1, 12), **many)),
+        blocks=np.cumsum(draw(st.lists(st.sampled_from([0, 0, 1, 3]), **many))),
+    )
+
+
+def shape_of(columns: Columns, position: int) -> Shape:
+    return columns.shape_names[columns.shapes[position]]
+
+
+def counts_of(columns: Columns) -> Counter[Shape]:
+    return Counter(shape_of(columns, position) for position in range(len(columns)))
+
+
+def real(plan: Iterable[PlannedBatch]) -> list[int]:
+    """Positions that count in the loss, in order."""
+    return [p for batch in plan for p, weight in zip(batch.positions, batch.weights, strict=True) if weight > 0]
+
+
+def batches(plan: Plan) -> list[tuple[int, ...]]:
+    return [batch.positions for batch in plan]
+
+
+# One epoch, plainly: as plan_epoch, with lists and loops
+
+
+def raw(use: int, seed: int, number: int, count: int, part: int = 0) -> list[int]:
+    key = np.array([seed, number], np.uint64)
+    return np.random.Philox(key=key, counter=[0, 0, part, use]).random_raw(count).tolist()
+
+
+def by(keys: Sequence[Any]) -> list[int]:
+    return sorted(range(len(keys)), key=lambda number: keys[number])
+
+
+def plainly_drawn(columns, seed, epoch, source_weights, leave_out, shuffled) -> list[tuple[int, int, int]]:
+    """(position, number of the row's draw, number of the row's draws) in the order of rows."""
+    kept = [position for position in range(len(columns)) if not leave_out[position]]
+    rows = [list(versions) for _, versions in groupby(kept, key=lambda position: columns.rows[position])]
+    of_source = defaultdict(list)
+    for number, versions in enumerate(rows):
+        of_source[columns.sources[versions[0]]].append(number)
+    times: Counter[int] = Counter()
+    for part, (source, mine) in enumerate(of_source.items()):
+        weight = Fraction(source_weights[source]).limit_denominator(10**6) if source_weights else Fraction(1)
+        n = len(mine)
+        for place in range(floor(n * weight * epoch), floor(n * weight * (epoch + 1))):
+            order = by(raw(3, seed, place // n, n, part)) if shuffled else range(n)
+            times[mine[order[place % n]]] += 1
+    draws = [(number, nth) for number in range(len(rows)) for nth in range(times[number])]
+    chance = raw(2, seed, epoch, len(draws))
+    return [
+        (rows[number][(chance[d] >> 32) * len(rows[number]) >> 32], nth, times[number])
+        for d, (number, nth) in enumerate(draws)
+    ]
+
+
+def plainly_windowed(columns, drawn, seed, epoch, order, block_size) -> list[list[int]]:
+    """Positions of each window, as they are read."""
+    chance = raw(0, seed, epoch, len(drawn))
+    keys = [chance[d] // c + nth * ((2**64 - 1) // c) for d, (_, nth, c) in enumerate(drawn)]
+    read = [drawn[d][0] for d in by(keys)]
+    if order == "shuffle":
+        return [read]
+    shards = [shard for shard, _ in groupby(columns.blocks.tolist())]
+    shuffled = [shards[number] for number in by(raw(4, seed, epoch, len(shards)))]
+    windows = [shuffled[start : start + block_size] for start in range(0, len(shards), block_size)]
+    return [[position for position in read if columns.blocks[position] in window] for window in windows]
+
+
+def plainly_filled(columns, windows, size, similar, most):
+    """(shape, window, positions) of full batches; and what is left of each shape."""
+    waiting, full = defaultdict(list), []
+    for number, window in enumerate(windows):
+        for position in window:
+            waiting[shape_of(columns, position)].append(position)
+        for shape in waiting:
+            end = len(waiting[shape]) // size * size
+            run, waiting[shape] = waiting[shape][:end], waiting[shape][end:]
+            stretch = size * min(max(end // size // most, 1), max(similar, 1))
+            for start in range(0, end, stretch):
+                part = run[start : start + stretch]
+                by_length = sorted(part, key=lambda position: columns.lengths[position] if similar > 1 else 0)
+                full += [(shape, number, by_length[n : n + size]) for n in range(0, len(part), size)]
+    return full, {shape: positions for shape, positions in waiting.items() if positions}
+
+
+def plainly(
+    columns,
+    *,
+    seed,
+    epoch,
+    global_batch_size,
+    tail="pad",
+    order="shuffle",
+    block_size=16,
+    source_weights=None,
+    leave_out=None,
+    similar_lengths=64,
+) -> list[PlannedBatch]:
+    size = global_batch_size
+    leave_out = [False] * len(columns) if leave_out is None else leave_out
+    drawn = plainly_drawn(columns, seed, epoch, source_weights, leave_out, order != "sequence")
+    if order == "sequence":
+        waiting, found = defaultdict(list), []
+        for position, *_ in drawn:
+            shape = shape_of(columns, position)
+            waiting[shape].append(position)
+            if len(waiting[shape]) == size:
+                found.append(waiting.pop(shape))
+        found += [waiting[shape] for shape in sorted(waiting)] if tail == "pad" else []
+    else:
+        windows = plainly_windowed(columns, drawn, seed, epoch, order, block_size)
+        most = max((c for _, _, c in drawn), default=1)
+        full, rest = plainly_filled(columns, windows, size, similar_lengths, most)
+        full.sort(key=lambda batch: batch[:2])
+        last = max((number for number, window in enumerate(windows) if window), default=0)
+        full += [(shape, last, rest[shape]) for shape in sorted(rest)] if tail == "pad" else []
+        chance = raw(1, seed, epoch, len(full))
+        found = [full[b][2] for b in by([(full[b][1], chance[b]) for b in range(len(full))])]
+    return [
+        PlannedBatch(tuple((batch * size)[:size]), (size / len(batch),) * len(batch) + (0.0,) * (size - len(batch)))
+        for batch in found
+    ]
+
+
+@settings(deterministic, max_examples=300)
+@given(samples(versions=3, sources=3), st.data())
+def test_a_plan_is_what_lists_and_loops_would_give(columns: Columns, data: st.DataObject) -> None:
+    arguments = {
+        "seed": data.draw(seeds),
+        "epoch": data.draw(st.integers(0, 9)),
+        "global_batch_size": data.draw(sizes),
+        "tail": data.draw(tails),
+        "order": data.draw(orders),
+        "block_size": data.draw(st.integers(1, 5)),
+        "similar_lengths": data.draw(st.integers(0, 5)),
+        "leave_out": np.array(data.draw(st.lists(st.booleans(), min_size=len(columns), max_size=len(columns)))),
+        "source_weights": data.draw(st.none() | st.tuples(*[st.sampled_from(WEIGHTS)] * 3)),
+    }
+    expected = plainly(columns, **arguments)
+    if expected:
+        assert list(plan_epoch(columns, **arguments)) == expected
+    else:
+        with pytest.raises(UsageError, match="0 batches"):
+            plan_epoch(columns, **arguments)
+
+
+# Batches
+
+
+@deterministic
+@given(samples(), seeds, epochs, sizes, orders)
+def test_with_pad_every_sample_counts_exactly_once(columns, seed: int, epoch: int, size: int, order: str) -> None:
+    plan = plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, tail="pad", order=order)
+    assert sorted(real(plan)) == list(range(len(columns)))
+
+
+@deterministic
+@given(samples(), seeds, epochs, sizes, orders)
+def test_with_drop_no_sample_comes_twice_and_only_an_incomplete_batch_of_a_shape_is_left_out(
+    columns: Columns, seed: int, epoch: int, size: int, order: str
+) -> None:
+    counts = counts_of(columns)
+    assume(max(counts.values()) >= size)
+    plan = plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, tail="drop", order=order)
+    seen = [position for batch in plan for position in batch.positions]
+    assert len(seen) == len(set(seen))
+    left_out = Counter(shape_of(columns, position) for position in set(range(len(columns))) - set(seen))
+    assert left_out == {shape: count % size for shape, count in counts.items() if count % size}
+    assert {weight for batch in plan for weight in batch.weights} == {1.0}
+
+
+@deterministic
+@given(samples(), seeds, epochs, sizes, orders, tails)
+def test_every_batch_is_full_and_of_one_shape(columns, seed: int, epoch: int, size: int, order: str, tail: str) -> None:
+    assume(tail == "pad" or max(counts_of(columns).values()) >= size)
+    for batch in plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, tail=tail, order=order):
+        assert len(batch.positions) == len(batch.weights) == size
+        assert len({shape_of(columns, position) for position in batch.positions}) == 1
+        assert all(type(position) is int for position in batch.positions), "numpy's integers are no JSON"
+
+
+@deterministic
+@given(samples(), seeds, epochs, sizes)
+def test_weights_are_1_on_average_and_equal_for_all_that_count(columns, seed: int, epoch: int, size: int) -> None:
+    for batch in plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size):
+        assert sum(batch.weights) / size == pytest.approx(1.0)
+        assert len(set(batch.weights) - {0.0}) == 1
+
+
+@deterministic
+@given(samples(), seeds, epochs, sizes)
+def test_a_batch_is_filled_up_with_its_own_samples(columns: Columns, seed: int, epoch: int, size: int) -> None:
+    """They are read anyway, and none is longer than what the batch is padded to."""
+    for batch in plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size):
+        assert set(batch.positions) == set(real([batch]))
+
+
+@deterministic
+@given(samples(), seeds, epochs, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3), orders)
+def test_the_slices_of_any_number_of_processes_join_to_the_same_batches(
+    columns: Columns, seed: int, epoch: int, world_size: int, per_process: int, order: str
+) -> None:
+    size = world_size * per_process
+    for batch in plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, order=order):
+        slices = [batch.slice(rank, world_size) for rank in range(world_size)]
+        assert {len(part.positions) for part in slices} == {per_process}
+        assert tuple(position for part in slices for position in part.positions) == batch.positions
+        assert tuple(weight for part in slices for weight in part.weights) == batch.weights
+
+
+def test_a_batch_that_processes_cannot_share_is_not_cut_short() -> None:
+    (batch,) = plan_epoch(of([SQUARE] * 4), seed=0, epoch=0, global_batch_size=4)
+    with pytest.raises(AssertionError, match="4 samples for 3 processes"):
+        batch.slice(0, 3)
+
+
+@deterministic
+@given(samples(), seeds, epochs, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3))
+def test_the_mean_over_processes_of_weighted_losses_is_the_mean_loss_of_the_samples_that_count(
+    columns: Columns, seed: int, epoch: int, world_size: int, per_process: int
+) -> None:
+    loss = [float(position**2 % 17) for position in range(len(columns))]
+    for batch in plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=world_size * per_process):
+        parts = [batch.slice(rank, world_size) for rank in range(world_size)]
+        means = [np.mean([w * loss[p] for p, w in zip(part.positions, part.weights, strict=True)]) for part in parts]
+        assert np.mean(means) == pytest.approx(np.mean([loss[position] for position in real([batch])]))
+
+
+# A function of its arguments
+
+
+@deterministic
+@given(samples(versions=3, sources=3), seeds, epochs, sizes, orders)
+def test_a_plan_is_a_function_of_its_arguments_alone(columns, seed: int, epoch: int, size: int, order: str) -> None:
+    arguments = {"seed": seed, "epoch": epoch, "global_batch_size": size, "order": order}
+    state = np.random.get_state()[1].tolist()
+    plan = list(plan_epoch(columns, **arguments))
+    assert np.random.get_state()[1].tolist() == state
+    np.random.default_rng().random()
+    plan_epoch(columns, **{**arguments, "epoch": epoch + 1})
+    assert list(plan_epoch(columns, **arguments)) == plan
+
+
+@deterministic
+@given(samples(versions=3, sources=3), st.permutations(range(3)), st.permutations(range(5)), seeds, sizes, orders)
+def test_how_shapes_sources_rows_and_shards_are_numbered_changes_nothing(
+    columns: Columns, shapes: list[int], sources: list[int], seed: int, size: int, order: str
+) -> None:
+    weights = (0.5, 2.0, 1.5)
+    names, moved = [SQUARE] * 3, [1.0] * 5
+    for number in range(3):
+        names[shapes[number]], moved[sources[number]] = SHAPES[number], weights[number]
+    renumbered = Columns(
+        np.array(shapes, np.int32)[columns.shapes],
+        tuple(names),
+        1000 - columns.rows,
+        columns.lengths,
+        np.array(sources, np.int32)[columns.sources],
+        columns.blocks * 2 + 100,
+    )
+    settings = {"seed": seed, "epoch": 1, "global_batch_size": size, "order": order}
+    assume(any(plainly_drawn(columns, seed, 1, weights, [False] * len(columns), order != "sequence")))
+    plan = list(plan_epoch(columns, source_weights=weights, **settings))
+    assert list(plan_epoch(renumbered, source_weights=moved, **settings)) == plan
+
+
+def test_equal_shapes_are_one_shape_whatever_their_numbers() -> None:
+    columns = replace(of([SQUARE] * 4), shapes=np.array([0, 1, 0, 1], np.int32), shape_names=(SQUARE, SQUARE))
+    assert len(plan_epoch(columns, seed=0, epoch=0, global_batch_size=4, tail="drop")) == 1
+
+
+@pytest.mark.parametrize("order", ["shuffle", "blocks"])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"epoch": 1}, {"seed": 2**31}, {"epoch": 2**31}])
+def test_another_seed_or_epoch_gives_another_order(change: dict[str, int], order: str) -> None:
+    arguments = {"seed": 0, "epoch": 0, "global_batch_size": 2, "order": order}
+    plan = plan_epoch(of([SQUARE, WIDE] * 20), **arguments)
+    other = plan_epoch(of([SQUARE, WIDE] * 20), **{**arguments, **change})
+    assert real(other) != real(plan)
+    assert sorted(real(other)) == sorted(real(plan))
+
+
+def test_seed_and_epoch_are_not_interchangeable() -> None:
+    columns = of([SQUARE] * 20)
+    plan = plan_epoch(columns, seed=1, epoch=2, global_batch_size=1)
+    assert real(plan) != real(plan_epoch(columns, seed=2, epoch=1, global_batch_size=1))
+
+
+def test_an_epoch_neither_keeps_the_order_of_the_rows_nor_sorts_by_shape() -> None:
+    columns = of([SQUARE] * 50 + [WIDE] * 50)
+    plan = plan_epoch(columns, seed=0, epoch=0, global_batch_size=5)
+    order = [shape_of(columns, batch.positions[0]) for batch in plan]
+    assert any(one != other for one, other in zip(order[:10], order[10:], strict=True))
+    assert all(batch.positions != tuple(sorted(batch.positions)) for batch in plan[:3])
+
+
+@pytest.mark.parametrize("order", ["shuffle", "blocks"])
+def test_every_sample_is_as_likely_to_come_first(order: str) -> None:
+    columns = of([SQUARE] * 5)
+    arguments = {"seed": 0, "global_batch_size": 1, "order": order, "block_size": 1}
+    first = Counter(plan_epoch(columns, epoch=epoch, **arguments)[0].positions[0] for epoch in range(1000))
+    likely = [200] * 5 if order == "shuffle" else [167] * 4 + [333]
+    assert all(abs(first[position] - count) < 50 for position, count in enumerate(likely))
+
+
+GOLDEN = {
+    "shuffle": [
+        [(8, 4, 1, 7), (5, 9, 10, 0), (6, 3, 2, 11)],
+        [(2, 11), (3, 5), (0, 6), (1, 1), (0, 2)],
+    ],
+    "blocks": [
+        [(6, 11, 10, 5), (7, 8, 4, 1), (9, 3, 2, 0)],
+        [(0, 0), (1, 1), (6, 2), (3, 2), (5, 11)],
+    ],
+    "sequence": [
+        [(0, 2, 3, 5), (1, 4, 7, 8), (6, 9, 10, 11)],
+        [(0, 2), (2, 3), (1, 4), (3, 5), (10, 11)],
+    ],
+}
+"""Of each order: a plain epoch, and one with versions, lengths and weights."""
+
+
+def test_the_order_of_a_small_epoch_is_what_it_has_always_been() -> None:
+    """A run that is resumed by a newer qie has to meet the batches that it would have met."""
+    shapes = [SQUARE, WIDE, SQUARE, SQUARE, WIDE, SQUARE, SQUARE, WIDE, WIDE, SQUARE, SQUARE, SQUARE]
+    rows, sources = [0, 1, 2, 3, 4, 4, 5, 6, 6, 6, 7, 8], [0] * 6 + [1] * 6
+    columns = of(shapes, rows=rows, sources=sources, lengths=[5, 3, 8, 1, 9, 2, 7, 7, 4, 6, 1, 9])
+    raise_it = f"the order of an epoch has changed: this breaks resuming, so raise PLAN_VERSION (now {PLAN_VERSION})"
+    assert PLAN_VERSION == 2, "give this test the order of the new version"
+    for order, expected in GOLDEN.items():
+        settings = {"seed": 7, "order": order, "block_size": 2}
+        plain = plan_epoch(of(shapes), epoch=0, global_batch_size=4, **settings)
+        mixed = plan_epoch(columns, epoch=5, global_batch_size=2, source_weights=(1.5, 0.7), **settings)
+        assert [batches(plain), batches(mixed)] == expected, f"{order}: {raise_it}"
+
+
+# Lengths
+
+
+def padding(plan: Plan, columns: Columns) -> int:
+    """Tokens that stand for nothing."""
+    lengths = columns.lengths[plan.positions]
+    return int((lengths.max(axis=1, keepdims=True) - lengths).sum())
+
+
+LONG_AND_SHORT = of([SQUARE] * 403, lengths=[1 + position * 7919 % 1009 for position in range(403)])
+
+
+def test_batches_of_similar_lengths_pad_little() -> None:
+    settings = {"seed": 0, "epoch": 0, "global_batch_size": 4, "tail": "drop"}
+    apart = padding(plan_epoch(LONG_AND_SHORT, similar_lengths=1, **settings), LONG_AND_SHORT)
+    assert padding(plan_epoch(LONG_AND_SHORT, similar_lengths=8, **settings), LONG_AND_SHORT) < apart / 5
+    assert padding(plan_epoch(LONG_AND_SHORT, similar_lengths=64, **settings), LONG_AND_SHORT) < apart / 25
+
+
+@pytest.mark.parametrize("order", ["shuffle", "blocks"])
+@pytest.mark.parametrize("similar", [2, 5, 64])
+def test_of_many_batches_so_many_are_filled_by_length_together(order: str, similar: int) -> None:
+    settings = {"seed": 2, "epoch": 1, "global_batch_size": 3, "order": order, "similar_lengths": similar}
+    assert list(plan_epoch(LONG_AND_SHORT, **settings)) == plainly(LONG_AND_SHORT, **settings)
+
+
+def test_batches_of_similar_lengths_come_in_no_order_of_length() -> None:
+    plan = plan_epoch(LONG_AND_SHORT, seed=0, epoch=0, global_batch_size=4)
+    longest = LONG_AND_SHORT.lengths[plan.positions].max(axis=1)
+    assert 40 < (np.diff(longest) > 0).sum() < 60, "of 100 steps about half go up"
+
+
+def test_sorting_by_length_is_off_at_0_and_1_and_changes_no_stretch() -> None:
+    settings = {"seed": 3, "epoch": 0, "global_batch_size": 4}
+    off = plan_epoch(LONG_AND_SHORT, similar_lengths=0, **settings)
+    assert batches(plan_epoch(LONG_AND_SHORT, similar_lengths=1, **settings)) != batches(
+        plan_epoch(LONG_AND_SHORT, similar_lengths=2, **settings)
+    )
+    assert batches(plan_epoch(LONG_AND_SHORT, similar_lengths=1, **settings)) == batches(off)
+    level = replace(LONG_AND_SHORT, lengths=np.full(403, 5, np.int32))
+    assert batches(plan_epoch(level, **settings)) == batches(off), "equal lengths keep the shuffle's order"
+
+
+@pytest.mark.parametrize("order", ["shuffle", "blocks"])
+def test_every_length_is_as_likely_to_be_in_the_incomplete_batch(order: str) -> None:
+    columns = of([SQUARE] * 11, lengths=range(1, 12))
+    arguments = {"seed": 0, "global_batch_size": 4, "tail": "drop", "order": order}
+    seen = Counter(p for epoch in range(1000) for p in real(plan_epoch(columns, epoch=epoch, **arguments)))
+    dropped = [1000 - seen[position] for position in range(11)]
+    assert all(abs(count - 3000 / 11) < 60 for count in dropped), dropped
+
+
+# Weights of sources
+
+
+def drawn_rows(columns: Columns, epoch: int, **settings: Any) -> Counter[int]:
+    plan = plan_epoch(columns, epoch=epoch, global_batch_size=1, **settings)
+    return Counter(int(columns.rows[position]) for position in real(plan))
+
+
+@pytest.mark.parametrize("order", ["shuffle", "blocks", "sequence"])
+@pytest.mark.parametrize("weight", [1, 2, 0.5, 0.25, 1 / 3, 0.7, 1.5, 2.75])
+def test_a_source_is_drawn_by_its_weight_exactly_and_evenly(weight: float, order: str) -> None:
+    columns = of([SQUARE] * 17, sources=[0] * 4 + [1] * 13)
+    exact, total = Fraction(weight).limit_denominator(100), Counter()
+    for epoch in range(12):
+        total += drawn_rows(columns, epoch, seed=5, source_weights=(1, weight), order=order)
+        assert [total[row] for row in range(4)] == [epoch + 1] * 4
+        mine = [total[row] for row in range(4, 17)]
+        assert sum(mine) == floor(13 * exact * (epoch + 1))
+        assert max(mine) - min(mine) <= 1, "no row comes again before all others came"
+
+
+@pytest.mark.parametrize("weight", [1 / 3, 0.1, 0.7])
+def test_weights_are_exact_however_late(weight: float) -> None:
+    columns, epoch = of([SQUARE] * 30), 3 * 10**15
+    total = drawn_rows(columns, epoch, seed=0, source_weights=[weight])
+    assert sum(total.values()) == round(30 * weight)
+
+
+def test_which_rows_a_fractional_weight_draws_is_left_to_chance() -> None:
+    columns = of([SQUARE] * 20)
+    drawn = {seed: frozenset(drawn_rows(columns, 0, seed=seed, source_weights=[0.5])) for seed in range(400)}
+    assert len(set(drawn.values())) > 390
+    times = Counter(row for rows in drawn.values() for row in rows)
+    assert all(150 < times[row] < 250 for row in range(20))
+    assert len({frozenset(drawn_rows(columns, epoch, seed=0, source_weights=[0.5])) for epoch in range(20)}) == 20
+
+
+def test_two_sources_are_drawn_independently() -> None:
+    columns = of([SQUARE] * 40, sources=[0, 1] * 20)
+    drawn = drawn_rows(columns, 0, seed=0, source_weights=[0.5, 0.5])
+    assert {row // 2 for row in drawn if row % 2} != {row // 2 for row in drawn if not row % 2}
+
+
+@deterministic
+@given(samples(versions=2, sources=2), seeds, epochs, sizes, orders)
+def test_weights_of_1_are_no_weights(columns: Columns, seed: int, epoch: int, size: int, order: str) -> None:
+    settings = {"seed": seed, "epoch": epoch, "global_batch_size": size, "order": order}
+    assert list(plan_epoch(columns, source_weights=[1, 1.0], **settings)) == list(plan_epoch(columns, **settings))
+
+
+@pytest.mark.parametrize("weight", [1, 2, 4, 12])
+def test_a_row_that_is_drawn_often_is_not_often_in_a_batch(weight: int) -> None:
+    """Its draws are equally long: sorted by length, they would stand together."""
+    columns = of([SQUARE] * 112, lengths=range(112), sources=[0] * 16 + [1] * 96)
+    met = sum(
+        len(batch.positions) - len(set(batch.positions))
+        for epoch in range(20)
+        for batch in plan_epoch(columns, seed=0, epoch=epoch, global_batch_size=4, source_weights=(weight, 1))
+    )
+    pairs, draws = 16 * weight * (weight - 1) / 2, 16 * weight + 96
+    assert met / 20 <= 1.5 * pairs * 3 / (draws - 1), "about as seldom as in a shuffle that knows nothing of lengths"
+
+
+@pytest.mark.parametrize("weight", [0, -1, 0.0, -0.5, float("nan"), float("inf"), 1e-9])
+def test_a_weight_that_is_no_positive_number_is_refused(weight: float) -> None:
+    with pytest.raises(UsageError, match="weight is not a positive number") as caught:
+        plan_epoch(of([SQUARE] * 4), seed=0, epoch=0, global_batch_size=1, source_weights=[weight])
+    assert str(caught.value.found) == str(weight)
+
+
+def test_rows_that_are_left_out_count_for_no_weight() -> None:
+    columns = of([SQUARE] * 24, rows=[n // 2 for n in range(24)])
+    out = np.array([n < 8 or n % 2 == 0 for n in range(24)])
+    plan = plan_epoch(columns, seed=0, epoch=0, global_batch_size=1, source_weights=[0.5], leave_out=out)
+    assert len(plan) == 4, "half of the 8 rows that have a version left"
+    assert not out[plan.positions].any()
+
+
+# Versions
+
+
+@deterministic
+@given(samples(versions=4), seeds, epochs, sizes, orders)
+def test_an_epoch_shows_one_version_of_each_row(columns, seed: int, epoch: int, size: int, order: str) -> None:
+    shown = real(plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, order=order))
+    assert sorted(columns.rows[shown].tolist()) == sorted(set(columns.rows.tolist()))
+
+
+def test_versions_are_drawn_evenly_and_each_row_for_itself() -> None:
+    columns = of([SQUARE] * 9, rows=[0, 0, 0, 0, 1, 2, 2, 2, 2])
+    shown = [frozenset(real(plan_epoch(columns, seed=1, epoch=e, global_batch_size=1))) for e in range(1600)]
+    times = Counter(position for epoch in shown for position in epoch)
+    assert all(340 < times[position] < 460 for position in (0, 1, 2, 3, 5, 6, 7, 8)) and times[4] == 1600
+    assert all(70 < count < 130 for count in Counter(shown).values()) and len(set(shown)) == 16
+
+
+def test_a_row_that_is_drawn_twice_may_show_two_versions() -> None:
+    columns = of([SQUARE] * 20, rows=[n // 2 for n in range(20)])
+    shown = Counter(real(plan_epoch(columns, seed=0, epoch=0, global_batch_size=1, source_weights=[2])))
+    assert {1, 2} == set(shown.values())
+
+
+# What is left out
+
+
+@deterministic
+@given(samples(), st.data(), seeds, sizes, tails, orders)
+def test_what_is_left_out_appears_in_no_batch_not_even_to_fill_one(
+    columns: Columns, data: st.DataObject, seed: int, size: int, tail: str, order: str
+) -> None:
+    out = np.array(data.draw(st.lists(st.booleans(), min_size=len(columns), max_size=len(columns))))
+    remaining = np.flatnonzero(~out).tolist()
+    most = max(Counter(shape_of(columns, position) for position in remaining).values(), default=0)
+    assume(most >= (1 if tail == "pad" else size))
+    plan = plan_epoch(columns, seed=seed, epoch=0, global_batch_size=size, tail=tail, order=order, leave_out=out)
+    assert not set(np.flatnonzero(out)) & {position for batch in plan for position in batch.positions}
+    if tail == "pad":
+        assert sorted(real(plan)) == remaining
+
+
+# Blocks
+
+
+def open_shards(columns: Columns, plan: Plan) -> int:
+    """Between the first and the last batch that needs a shard, it is open: the most at a time."""
+    used = [set(columns.blocks[list(batch.positions)].tolist()) for batch in plan]
+    shards = set().union(*used)
+    spans = [[n for n, mine in enumerate(used) if shard in mine] for shard in shards]
+    return max(sum(span[0] <= number <= span[-1] for span in spans) for number in range(len(used)))
+
+
+@pytest.mark.parametrize("shapes", [(SQUARE,), (SQUARE, WIDE, SQUARE, TWO_CONTROLS, WIDE)])
+@pytest.mark.parametrize("block_size", [1, 3, 8])
+def test_block_by_block_few_shards_are_open_at_a_time(block_size: int, shapes: tuple[Shape, ...]) -> None:
+    columns = of((shapes * 800)[:800], blocks=[n // 20 for n in range(800)], lengths=[n * 7 % 31 for n in range(800)])
+    settings = {"seed": 1, "global_batch_size": 4, "tail": "drop", "block_size": block_size}
+    for epoch in range(5):
+        plan = plan_epoch(columns, epoch=epoch, order="blocks", **settings)
+        assert open_shards(columns, plan) <= 2 * block_size, "a window, and what the one before it left over"
+    assert open_shards(columns, plan_epoch(columns, epoch=0, **settings)) > 35
+
+
+def test_of_earlier_windows_less_than_a_batch_of_each_shape_is_left() -> None:
+    """However rare a shape: whoever reads window by window holds back this many samples."""
+    columns = of([(SQUARE if n % 9 else WIDE) for n in range(400)], blocks=[n // 10 for n in range(400)])
+    plan = plan_epoch(columns, seed=2, epoch=0, global_batch_size=4, order="blocks", block_size=2, tail="drop")
+    window = {
+        shard: number
+        for number, window in enumerate(plainly_windowed(columns, [(p, 0, 1) for p in range(400)], 2, 0, "blocks", 2))
+        for shard in columns.blocks[window].tolist()
+    }
+    complete = [max(window[int(columns.blocks[p])] for p in batch.positions) for batch in plan]
+    assert complete == sorted(complete) and set(complete) == set(range(20)), "one window after another"
+    late = Counter(
+        (shape_of(columns, p), now)
+        for batch, now in zip(plan, complete, strict=True)
+        for p in batch.positions
+        if window[int(columns.blocks[p])] < now
+    )
+    assert 0 < max(late.values()) <= 3
+
+
+def test_shards_that_are_neighbours_are_not_in_a_window_for_it() -> None:
+    columns = of([SQUARE] * 64, blocks=range(64))
+    plan = plan_epoch(columns, seed=0, epoch=0, global_batch_size=16, order="blocks")
+    assert all(max(batch.positions) - min(batch.positions) > 32 for batch in plan)
+    assert len({batch.positions for batch in plan}) == 4
+
+
+# In sequence
+
+
+@deterministic
+@given(samples(versions=3), st.data(), sizes, seeds, epochs)
+def test_the_plan_of_the_first_shards_is_how_the_plan_of_all_begins(
+    columns: Columns, data: st.DataObject, size: int, seed: int, epoch: int
+) -> None:
+    ends = [n for n in range(1, len(columns) + 1) if n == len(columns) or columns.rows[n] != columns.rows[n - 1]]
+    known = data.draw(st.sampled_from(ends))
+    first = Columns(
+        columns.shapes[:known],
+        columns.shape_names,
+        columns.rows[:known],
+        columns.lengths[:known],
+        columns.sources[:known],
+        columns.blocks[:known],
+    )
+    settings = {"seed": seed, "epoch": epoch, "global_batch_size": size}
+    complete = list(sequence_prefix(first, **settings))
+    everything = list(plan_epoch(columns, order="sequence", **settings))
+    assert everything[: len(complete)] == complete
+    mine = list(plan_epoch(first, order="sequence", **settings))
+    assert mine[: len(complete)] == complete and len(mine) - len(complete) <= len(SHAPES)
+    assert all(0.0 in batch.weights for batch in mine[len(complete) :])
+
+
+def test_a_batch_comes_when_its_last_sample_does_and_incomplete_ones_in_the_order_of_shapes() -> None:
+    columns = of([WIDE, SQUARE, SQUARE, WIDE, TWO_CONTROLS, WIDE, SQUARE])
+    plan = plan_epoch(columns, seed=0, epoch=3, global_batch_size=2, order="sequence")
+    assert batches(plan) == [(1, 2), (0, 3), (4, 4), (6, 6), (5, 5)]
+    assert sorted([WIDE, SQUARE, TWO_CONTROLS]) == [TWO_CONTROLS, SQUARE, WIDE]
+
+
+def test_in_sequence_a_row_that_is_drawn_twice_comes_twice_in_turn() -> None:
+    columns = of([SQUARE] * 5, sources=[0, 0, 0, 1, 1])
+    settings = {"seed": 0, "global_batch_size": 1, "order": "sequence", "source_weights": (2, 0.5)}
+    assert real(plan_epoch(columns, epoch=0, **settings)) == [0, 0, 1, 1, 2, 2, 3]
+    assert real(plan_epoch(columns, epoch=1, **settings)) == [0, 0, 1, 1, 2, 2, 4]
+
+
+def test_a_sequence_of_nothing_yet_is_empty() -> None:
+    assert len(sequence_prefix(of([]), global_batch_size=4)) == 0
+    assert len(sequence_prefix(of([SQUARE] * 3), global_batch_size=4)) == 0
+    out = np.array([True, False, False, False, False])
+    assert batches(sequence_prefix(of([SQUARE] * 5), global_batch_size=2, leave_out=out)) == [(1, 2), (3, 4)]
+
+
+# The plan as a value
+
+
+def test_a_plan_is_a_sequence_of_batches() -> None:
+    plan = plan_epoch(of([SQUARE] * 5), seed=0, epoch=0, global_batch_size=2)
+    assert len(plan) == len(list(plan)) == 3
+    assert plan[-1] == plan[2] == list(plan)[2] and plan[0] in plan
+    assert isinstance(plan[1:], Plan) and list(plan[1:]) == list(plan)[1:] and not len(plan[3:])
+    with pytest.raises(IndexError):
+        plan[3]
+
+
+def test_a_plan_of_a_million_samples_is_small() -> None:
+    count = 10**6
+    number = np.arange(count, dtype=np.int64)
+    columns = Columns(
+        (number % 3).astype(np.int32),
+        SHAPES,
+        number,
+        (number * 7919 % 1409).astype(np.int32),
+        np.zeros(count, np.int32),
+        (number // 64).astype(np.int32),
+    )
+    tracemalloc.start()
+    try:
+        plan = plan_epoch(columns, seed=0, epoch=0, global_batch_size=16)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100e6
+    assert plan.positions.dtype == plan.filled.dtype == np.int32
+    assert np.array_equal(np.bincount(plan.positions[plan.filled == 16].ravel(), minlength=count) > 1, number < 0)
+
+
+# No batch at all
+
+
+def test_0_batches_name_the_shapes_and_their_numbers() -> None:
+    columns = of([SQUARE] * 3 + [WIDE] * 2 + [TWO_CONTROLS])
+    with pytest.raises(UsageError, match="0 batches") as caught:
+        plan_epoch(columns, seed=0, epoch=0, global_batch_size=4, tail="drop")
+    assert caught.value.expected == "4 samples of one shape"
+    named = "3 of 32×32 px from 32×32, 2 of 48×32 px from 48×32, 1 of 32×32 px from 32×16 + 16×32"
+    assert caught.value.found == named
+    assert "data.batch_size" in str(caught.value.hint)
+
+
+def test_0_batches_of_many_shapes_name_the_largest() -> None:
+    shapes = [Shape((2, 2 + width), ((2, 2),)) for width in range(12)]
+    each = np.repeat(np.arange(12, dtype=np.int32), np.arange(1, 13))
+    columns = replace(of([SQUARE] * len(each)), shapes=each, shape_names=tuple(shapes))
+    with pytest.raises(UsageError) as caught:
+        plan_epoch(columns, seed=0, epoch=0, global_batch_size=13, tail="drop")
+    found = str(caught.value.found)
+    assert found.startswith(f"12 of {shapes[11]}, 11 of {shapes[10]}, ")
+    assert found.endswith(f"5 of {shapes[4]}, and 4 more shapes") and found.count(" of ") == 8
+
+
+@pytest.mark.parametrize("order", ["shuffle", "blocks", "sequence"])
+@pytest.mark.parametrize("shapes", [[], [SQUARE, WIDE]])
+@pytest.mark.parametrize("weights", [None, [1.5]])
+def test_0_batches_of_no_samples_say_so(shapes: list[Shape], weights: list[float] | None, order: str) -> None:
+    settings = {"order": order, "source_weights": weights, "leave_out": np.ones(len(shapes), np.bool_)}
+    with pytest.raises(UsageError, match="0 batches") as caught:
+        plan_epoch(of(shapes), seed=0, epoch=0, global_batch_size=1, **settings)
+    assert caught.value.found == "no samples"
+
+
+# Rows for validation
+
+KEYS = [
+    bytes(head) + bytes(16) + bytes(rest)
+    for head in ((0,) * 8, (127,) * 8, (200,) * 8)
+    for rest in ((0,) * 8, (1,) * 8, (255, 0, 0, 0, 0, 0, 0, 0))
+]
+contents = st.lists(st.sampled_from([*KEYS, *(bytes([n * 67 % 256]) * 32 for n in range(12))]), min_size=1, max_size=40)
+counts = st.integers(0, 14)
+
+
+def hold_out(keys: Sequence[bytes], count: int, rows: Sequence[int] | None = None) -> tuple[list[int], set[int]]:
+    """Positions for validation, and of all that is left out."""
+    array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+    numbers = np.arange(len(keys)) if rows is None else np.array(rows)
+    validation, mask = held_out(array, numbers, count)
+    return validation, set(np.flatnonzero(mask).tolist())
+
+
+@settings(deterministic, max_examples=200)
+@given(contents, counts, st.data())
+def test_rows_of_the_smallest_first_keys_are_held_out_with_all_versions(keys, count: int, data) -> None:
+    rows = np.cumsum(data.draw(st.lists(st.sampled_from([0, 1, 1]), min_size=len(keys), max_size=len(keys)))).tolist()
+    first = [n for n in range(len(keys)) if n == 0 or rows[n] != rows[n - 1]]
+    smallest = sorted({keys[n] for n in first})[:count]
+    chosen = sorted((keys[n], n) for n in first if keys[n] in smallest)
+    validation, out = hold_out(keys, count, rows)
+    assert validation == [n for _, n in chosen]
+    assert all(type(position) is int for position in validation)
+    assert out == {n for n in range(len(keys)) if rows[n] in {rows[m] for m in validation}}
+
+
+@deterministic
+@given(contents, counts)
+def test_as_many_contents_are_held_out_as_asked_for_and_equal_ones_together(keys: list[bytes], count: int) -> None:
+    _, out = hold_out(keys, count)
+    chosen = {keys[position] for position in out}
+    assert len(chosen) == min(count, len(set(keys)))
+    assert not chosen & {keys[position] for position in range(len(keys)) if position not in out}
+
+
+@deterministic
+@given(contents, counts, st.data())
+def test_reordering_the_rows_holds_out_the_same_contents(keys: list[bytes], count: int, data: st.DataObject) -> None:
+    for shuffled in (keys[::-1], data.draw(st.permutations(keys))):
+        mine = [shuffled[p] for p in hold_out(shuffled, count)[0]]
+        assert mine == [keys[p] for p in hold_out(keys, count)[0]]
+
+
+@deterministic
+@given(contents, contents, counts)
+def test_new_rows_move_no_old_one_from_training_to_validation(old: list[bytes], new: list[bytes], count: int) -> None:
+    before, after = hold_out(old, count)[1], hold_out(old + new, count)[1]
+    trained_on = {old[position] for position in range(len(old)) if position not in before}
+    assert not trained_on & {(old + new)[position] for position in after}
+
+
+@deterministic
+@given(contents, counts)
+def test_holding_out_one_more_keeps_what_was_held_out(keys: list[bytes], count: int) -> None:
+    one, more = hold_out(keys, count)[0], hold_out(keys, count + 1)[0]
+    assert more[: len(one)] == one
+
+
+def test_of_no_rows_none_is_held_out() -> None:
+    validation, mask = held_out(np.zeros((0, 32), np.uint8), np.zeros(0, np.int64), 3)
+    assert validation == [] and mask.shape == (0,)
