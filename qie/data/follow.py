@@ -162,7 +162,7 @@ class FollowingStream(Stream):
         mask[: len(self._first_held_out)] = self._first_held_out
         return mask
 
-    def _iter_planned(self) -> Iterator[PlannedBatch | None]:
+    def _iter_planned(self, endless: bool) -> Iterator[PlannedBatch | None]:
         """None for: the next batch is not there yet."""
         epoch, start = self.epoch, self.position
         while True:
@@ -174,8 +174,10 @@ class FollowingStream(Stream):
             if start < len(plan):
                 yield plan[start].slice(self.rank, self.world_size)
                 start += 1
-            else:
+            elif endless:
                 epoch, start = epoch + 1, 0
+            else:
+                return
 
     def _wait(self) -> None:
         self._growing.wait()

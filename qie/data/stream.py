@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,8 @@ from qie.data.epoch import PLAN_VERSION, Order, Plan, PlannedBatch, Tail, held_o
 from qie.data.samples import Samples
 from qie.errors import UsageError
 from qie.types import Batch
+
+_END = PlannedBatch((), ())
 
 
 @dataclass(eq=False)
@@ -82,18 +83,25 @@ class Stream(IterableDataset[Batch]):
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Batch]:
-        left = len(self) - self.position
-        return islice(self.forever(), left)
+        return self._iter_batches(endless=False)
 
     def forever(self) -> Iterator[Batch]:
         """Batches from where the stream stands, epoch after epoch, without end or pause between them."""
+        return self._iter_batches(endless=True)
+
+    def _iter_batches(self, *, endless: bool) -> Iterator[Batch]:
         with ThreadPoolExecutor(self.threads, thread_name_prefix="qie-stream") as pool:
             ahead: deque[Future[Batch]] = deque()
-            upcoming = self._iter_planned()
+            upcoming = self._iter_planned(endless)
+            planned: PlannedBatch | None = None
             try:
                 while True:
-                    while len(ahead) <= self.prefetch and (planned := next(upcoming)):
+                    while len(ahead) <= self.prefetch and (planned := next(upcoming, _END)):
+                        if planned is _END:
+                            break
                         ahead.append(pool.submit(self.load, planned))
+                    if not ahead and planned is _END:
+                        return
                     if not ahead:
                         self._wait()
                         continue
@@ -141,12 +149,14 @@ class Stream(IterableDataset[Batch]):
     def _wait(self) -> None:
         """Until there is a further batch: here, there always is."""
 
-    def _iter_planned(self) -> Iterator[PlannedBatch | None]:
+    def _iter_planned(self, endless: bool) -> Iterator[PlannedBatch | None]:
         """This process's batches from where the stream stands, without moving it; None while there is none yet."""
         epoch, start = self.epoch, self.position
         while True:
             plan = self._plan(epoch)
             yield from (plan[number].slice(self.rank, self.world_size) for number in range(start, len(plan)))
+            if not endless:
+                return
             epoch, start = epoch + 1, 0
 
     def _advance(self) -> None:

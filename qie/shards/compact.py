@@ -64,11 +64,11 @@ def write_compact(folder: Folder, compact: Compact) -> File:
         "shape_names": table.shape_names,
         "source_names": table.source_names,
     }
-    text = json.dumps(about, ensure_ascii=False, default=_plain)
     columns = {name: np.ascontiguousarray(getattr(table, name)) for name in COLUMNS}
-    metadata = {"qie": text, "sha256": _digest(text, columns)}
+    text = json.dumps(about, ensure_ascii=False, default=_plain)
+    # One metadata entry only, as in records: the library writes several in an order that changes.
     file = File(folder, COMPACT_NAME)
-    folder.write(file.name, save(columns, metadata))
+    folder.write(file.name, save(columns, {"qie": _digest(text, columns) + text}))
     return file
 
 
@@ -86,9 +86,10 @@ def read_compact(folder: Folder) -> Compact | None:
     try:
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
         columns = load(content)
-        if _digest(metadata["qie"], columns) != metadata["sha256"]:
+        digest, text = metadata["qie"][:64], metadata["qie"][64:]
+        if _digest(text, columns) != digest:
             raise ValueError("its SHA-256 is another one than it says")
-        return _parsed(json.loads(metadata["qie"]), columns)
+        return _parsed(json.loads(text), columns)
     except (ValueError, KeyError, TypeError, SafetensorError, ValidationError, RecursionError) as error:
         raise ShardError(
             "the compacted index is damaged",

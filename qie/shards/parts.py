@@ -48,8 +48,7 @@ def compacted(folder: Folder) -> Compact:
     """What the indexes of a folder say, as its compacted index holds it.
 
     Raises:
-        UsageError: the folder holds no shards.
-        ShardError: one of them is damaged, they are of several recipes, or hold the same rows.
+        ShardError: the folder holds no shards, or one of them is damaged, of another recipe, or of another's rows.
     """
     stamps = folder.stamps()
     indexes = [index for index in published(folder) if index.name in stamps]  # others came just now
