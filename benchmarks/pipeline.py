@@ -104,11 +104,14 @@ def real_stages(folder: Path, count: int) -> tuple[list[Stage], Callable[[], lis
         return [[replace(row, target=row.target + tag, controls=(row.controls[0] + tag,))] for row, tag in rows]
 
     prepare, vae, text = encoder.stages
-    first, second, *_ = (prepare.work(row) for row in new_rows()[:2])
+    first, *others = (prepare.work(row) for row in new_rows()[:4])
     text.work(vae.work(first))  # loads the weights
-    vae_s = _seconds(lambda: vae.work(second))
-    latents = vae.work(second)
-    repeats = max(1, round(vae_s / _seconds(lambda: text.work(latents))))
+    vae_s = statistics.median([_seconds(lambda item=item: vae.work(item)) for item in others])
+    latents = [vae.work(item) for item in others]
+    text_s = statistics.median([_seconds(lambda item=item: text.work(item)) for item in latents])
+    # Of the same images, the vision tower is asked once.
+    again_s = statistics.median([_seconds(lambda item=item: text.work(item)) for item in latents])
+    repeats = max(1, round(1 + (vae_s - text_s) / again_s))
 
     def repeated(item: Any) -> Any:
         for _ in range(repeats):

@@ -19,7 +19,7 @@ from qie.stores import File, Folder, MissingError
 _KEY = re.compile(rb'"key":"([0-9a-f]{16})[0-9a-f]{48}"')
 _READERS = 32
 _OPEN_SHARDS = 64
-_KEPT_SHARDS = 512
+_KEPT_SHARDS = 256
 _BUFFER = 1 << 14
 
 

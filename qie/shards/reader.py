@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import resource
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,7 @@ class Tar:
     sha256: str
     cache: ShardCache | None = None
     _map: mmap.mmap | None = field(default=None, repr=False)
+    _kept_open: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def read(self, start: int, stop: int) -> memoryview:
@@ -45,7 +48,16 @@ class Tar:
         if start == stop:  # of an empty file there is no map
             return memoryview(bytearray())
         if path is not None:
-            return memoryview(self._mapped(path))[start:stop]
+            mapped = self._mapped(path)
+            if mapped.size() < stop:  # to touch what is no longer there would kill the process
+                raise ShardError(
+                    "the shard became shorter since it was opened",
+                    where=path,
+                    expected=f"{self.size} bytes",
+                    found=f"{mapped.size()} bytes",
+                    hint="copy it again, or delete it with its index and run qie-precompute again",
+                )
+            return memoryview(mapped)[start:stop]
         copy = self.cache and self.cache.read(self.file, self.size, self.sha256, start, stop)
         # A bytearray: torch wants a writable buffer.
         return memoryview(copy or bytearray(self.file.read(start, stop)))
@@ -53,6 +65,7 @@ class Tar:
     def keep_open(self) -> None:
         """Stay readable even after the tar was replaced or deleted. Only on a local disk."""
         if self.file.path is not None and self.size:
+            self._kept_open = True
             self._mapped(self.file.path)
 
     def forget_copy(self) -> bool:
@@ -64,14 +77,37 @@ class Tar:
 
     def _mapped(self, path: Path) -> mmap.mmap:
         with self._lock:
-            if self._map is None:
+            mapped = self._map  # which another thread may drop
+            if mapped is None:
+                if not self._kept_open:
+                    _maps.add(self)
                 try:
                     with path.open("rb") as file:
                         # Copy-on-write: torch wants a writable buffer, and nobody's write may reach the file.
-                        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                        mapped = self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                 except (OSError, ValueError) as error:  # ValueError: it is empty
                     raise ShardError("the shard cannot be read", where=path, found=error) from error
-            return self._map
+            return mapped
+
+
+class _Maps:
+    """The tars that are mapped: each map holds a file open, and they may take a quarter of those that a process may."""
+
+    def __init__(self) -> None:
+        self._tars, self._lock = deque[Tar](), threading.Lock()
+
+    def add(self, tar: Tar) -> None:
+        may, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = 1 << 14 if may == resource.RLIM_INFINITY else min(may // 4, 1 << 14)
+        with self._lock:
+            self._tars.append(tar)
+            while len(self._tars) > most:
+                oldest = self._tars.popleft()
+                if not oldest._kept_open:
+                    oldest._map = None  # closed when the last tensor in it is gone, mapped again when asked for
+
+
+_maps = _Maps()
 
 
 class Shard:

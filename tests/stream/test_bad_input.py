@@ -1,0 +1,216 @@
+"""What a stream cannot be opened from: each with an error that says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qie.data import open_stream
+from qie.errors import QieError, RecipeMismatchError, ShardError, UsageError
+from tests.builders import make_recipe, make_sample, write_shard
+from tests.conftest import ROOT
+
+STEM = "00000000-00000004"
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Four samples of one shape, and one of another."""
+    folder = tmp_path / "shards"
+    write_shard(folder, [make_sample(number) for number in range(4)])
+    write_shard(folder, [make_sample(4, target=(2, 2))], start=4)
+    return folder
+
+
+def refused(kind: type[QieError], *arguments: Any, **settings: Any) -> QieError:
+    with pytest.raises(kind) as error:
+        open_stream(*arguments, **settings)
+    return error.value
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    change(values)
+    path.write_text(json.dumps(values), encoding="utf-8")
+
+
+# Nothing there
+
+
+def test_an_empty_folder_is_named_with_what_was_looked_for(tmp_path: Path) -> None:
+    error = refused(UsageError, tmp_path)
+
+    assert error.where == tmp_path and "00000000-00000064.tar" in str(error.expected) and "qie-precompute" in error.hint
+
+
+def test_of_a_folder_without_shards_it_is_said_what_is_there(tmp_path: Path) -> None:
+    for name in ("holiday.jpg", "notes.txt"):
+        (tmp_path / name).touch()
+
+    assert "holiday.jpg" in str(refused(UsageError, tmp_path).found)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert str(tmp_path / "nowhere") in str(refused(UsageError, tmp_path / "nowhere"))
+
+
+def test_a_pattern_that_matches_nothing_is_named_though_others_match(shards: Path) -> None:
+    error = refused(UsageError, [shards, f"{shards}/9*.tar"])
+
+    assert error.where == f"{shards}/9*.tar"
+
+
+def test_a_tar_without_its_index_is_no_shard(shards: Path) -> None:
+    (shards / f"{STEM}.json").unlink()
+
+    error = refused(UsageError, shards / f"{STEM}.tar")
+    assert f"{STEM}.tar" in str(error) and ".json" in str(error.expected)
+
+
+def test_an_index_without_its_tar_is_named(shards: Path) -> None:
+    (shards / f"{STEM}.tar").unlink()
+
+    error = refused(ShardError, shards)
+    assert f"{STEM}.tar" in str(error.where) and "missing" in error.what
+
+
+def test_shards_of_skipped_rows_alone_hold_no_samples(tmp_path: Path) -> None:
+    write_shard(tmp_path, [None, None])
+
+    assert "no samples" in refused(ShardError, tmp_path).what
+
+
+# Something else there
+
+
+def test_of_shards_of_two_recipes_it_is_said_which_and_how_they_differ(shards: Path, tmp_path: Path) -> None:
+    recipe = make_recipe(vae_dtype="float16", areas_px=(512 * 512,))
+    write_shard(tmp_path / "others", [make_sample(9, recipe=recipe)], recipe=recipe)
+
+    error = refused(RecipeMismatchError, [shards, tmp_path / "others"])
+
+    message = str(error)
+    assert str(tmp_path / "others") in message and str(shards) in message
+    assert "vae_dtype" in message and "float16" in message and "float32" in message and "areas_px" in message
+    assert "text_dtype" not in message, "what does not differ is not said"
+
+
+def test_two_shards_of_the_same_rows_are_named(shards: Path) -> None:
+    write_shard(shards, [make_sample(8)], start=3)
+
+    error = refused(ShardError, shards)
+    assert "00000003-00000004" in str(error) and STEM in str(error)
+
+
+@pytest.mark.parametrize("place", ["pipe:cat shards.tar", "pipe:touch {}/ran", "PIPE:touch {}/ran"])
+def test_a_pipe_is_refused_and_runs_nothing(tmp_path: Path, place: str) -> None:
+    error = refused(UsageError, place.format(tmp_path))
+
+    assert "pipe" in str(error).lower() and "shell" in error.what
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("place", ["ftp://host/shards", "s3:/bucket/shards", "gopher://host/x.tar"])
+def test_a_url_of_another_kind_is_refused(place: str) -> None:
+    assert refused(UsageError, place).where == place
+
+
+# Names that climb out
+
+
+@pytest.mark.parametrize("name", ["../secret", "../../etc/passwd", "/etc/passwd", "a/../../b", "..\\secret"])
+def test_a_member_that_climbs_out_is_refused(shards: Path, name: str) -> None:
+    def climb(values: dict[str, Any]) -> None:
+        old = values["samples"][0]["key"]
+        values["files"][f"{name}.safetensors"] = values["files"].pop(f"{old}.safetensors")
+
+    rewrite(shards / f"{STEM}.json", climb)
+
+    assert STEM in str(refused(ShardError, shards))
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd"])
+def test_a_key_that_climbs_out_is_refused_though_the_index_agrees_with_itself(shards: Path, name: str) -> None:
+    def climb(values: dict[str, Any]) -> None:
+        old = values["samples"][0]["key"]
+        values["samples"][0]["key"] = name
+        values["files"][f"{name}.safetensors"] = values["files"].pop(f"{old}.safetensors")
+
+    rewrite(shards / f"{STEM}.json", climb)
+
+    assert STEM in str(refused(ShardError, shards))
+
+
+@pytest.mark.parametrize("change", ["negative", "beyond", "huge"])
+def test_a_member_that_lies_outside_its_tar_is_refused(shards: Path, change: str) -> None:
+    offsets = {"negative": -512, "beyond": (shards / f"{STEM}.tar").stat().st_size, "huge": 2**61}
+
+    def move(values: dict[str, Any]) -> None:
+        next(iter(values["files"].values()))["offset"] = offsets[change]
+
+    rewrite(shards / f"{STEM}.json", move)
+
+    assert STEM in str(refused(ShardError, shards))
+
+
+# Settings
+
+
+def test_a_batch_larger_than_every_shape_is_refused_when_tails_are_dropped(shards: Path) -> None:
+    error = refused(UsageError, shards, batch_size=5, tail="drop")
+
+    assert "0 batches" in error.what
+    assert "5 samples" in str(error.expected) and "data.batch_size" in error.hint
+    assert "4 of 48×32 px" in str(error.found) and "1 of 16×16 px" in str(error.found)
+
+
+def test_it_is_the_global_batch_that_counts(shards: Path) -> None:
+    open_stream(shards, batch_size=4, tail="drop")
+
+    assert "8 samples" in str(refused(UsageError, shards, batch_size=4, tail="drop", world_size=2).expected)
+
+
+def test_padded_the_same_has_batches(shards: Path) -> None:
+    assert len(open_stream(shards, batch_size=5)) == 2
+
+
+def test_rows_kept_out_until_none_is_left_are_refused(shards: Path) -> None:
+    assert "validation.rows" in refused(UsageError, shards, validation_rows=5).what
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
+def test_a_weight_that_is_no_positive_number_is_refused(shards: Path, weight: float) -> None:
+    assert "weight" in refused(UsageError, shards, weights={"": weight}).what
+
+
+# As many as there are
+
+_MANY = """
+import resource, sys
+from qie.data import open_stream
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+print(sum(len(batch) for batch in open_stream(sys.argv[1])))
+"""
+
+
+def test_there_may_be_more_shards_than_files_that_a_process_may_open(tmp_path: Path) -> None:
+    write_shard(tmp_path, [make_sample(0)])
+    # Copies under further names, each made the index of its own row by hand: written one by one, they take long.
+    for row in range(1, 300):
+        stem = f"{row:08d}-{row + 1:08d}"
+        shutil.copyfile(tmp_path / "00000000-00000001.tar", tmp_path / f"{stem}.tar")
+        values = json.loads((tmp_path / "00000000-00000001.json").read_text())
+        values |= {"start": row, "stop": row + 1}
+        values["samples"][0]["row"] = row
+        (tmp_path / f"{stem}.json").write_text(json.dumps(values))
+
+    done = subprocess.run([sys.executable, "-c", _MANY, tmp_path], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.stdout == "300\n", done.stderr[-1000:]
