@@ -152,7 +152,8 @@ class Batch:
         control_latent: each control, [B, C, 1, H_i, W_i].
         prompt_embed: [B, L, D].
         prompt_embeds_mask: [B, L] bool; None when nothing is padded, which attention computes faster.
-        empty_prompt_embed: [B, L0, D].
+        empty_tail: of the null prompt, what does not stand in `prompt_embed`, [B, longest L0 - S, D].
+        shared_prefixes, empty_lengths: S and L0 of each sample.
         empty_prompt_embeds_mask: [B, L0] bool or None.
         loss_mask: [B, H, W] uint8; None when no sample has one. Samples without a mask are all foreground.
     """
@@ -164,12 +165,25 @@ class Batch:
     control_latent: tuple[torch.Tensor, ...]
     prompt_embed: torch.Tensor
     prompt_embeds_mask: torch.Tensor | None
-    empty_prompt_embed: torch.Tensor
+    empty_tail: torch.Tensor
+    shared_prefixes: tuple[int, ...]
+    empty_lengths: tuple[int, ...]
     empty_prompt_embeds_mask: torch.Tensor | None
     loss_mask: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @cached_property
+    def empty_prompt_embed(self) -> torch.Tensor:
+        """[B, L0, D]: joined when it is asked for, where the batch is: most steps drop no caption."""
+        longest = max(self.empty_lengths)
+        joined = self.prompt_embed.new_zeros(len(self), longest, self.prompt_embed.shape[-1])
+        parts = zip(joined, self.prompt_embed, self.empty_tail, self.shared_prefixes, self.empty_lengths, strict=True)
+        for slot, prompt, tail, start, stop in parts:
+            slot[:start].copy_(prompt[:start])
+            slot[start:stop].copy_(tail[: stop - start])
+        return joined
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """The batch on a device, its latents and embeddings in `dtype`; masks and weights keep theirs."""
@@ -184,7 +198,7 @@ class Batch:
             control_latent=tuple(latent.to(device, dtype, non_blocking=True) for latent in self.control_latent),
             prompt_embed=self.prompt_embed.to(device, dtype, non_blocking=True),
             prompt_embeds_mask=moved(self.prompt_embeds_mask),
-            empty_prompt_embed=self.empty_prompt_embed.to(device, dtype, non_blocking=True),
+            empty_tail=self.empty_tail.to(device, dtype, non_blocking=True),
             empty_prompt_embeds_mask=moved(self.empty_prompt_embeds_mask),
             loss_mask=moved(self.loss_mask),
         )

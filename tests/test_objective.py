@@ -369,7 +369,9 @@ def batch(prompt_lengths: list[int], empty_lengths: list[int]) -> Batch:
         control_latent=(latents(count, 16, 1, 4, 6, seed=1),),
         prompt_embed=prompt,
         prompt_embeds_mask=prompt_mask,
-        empty_prompt_embed=empty,
+        empty_tail=empty,
+        shared_prefixes=(0,) * count,
+        empty_lengths=tuple(empty_lengths),
         empty_prompt_embeds_mask=empty_mask,
     )
 

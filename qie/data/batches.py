@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from math import prod
 
 import torch
 
@@ -25,11 +30,11 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
         slot[: len(embed)].copy_(embed)
         slot[len(embed) :].zero_()
     empty_lengths = [sample.shared_prefix + len(sample.empty_tail) for sample in samples]
-    empty = _room(prompts[0], (len(samples), max(empty_lengths), prompts[0].shape[1]), pinned)
-    for slot, sample, length in zip(empty, samples, empty_lengths, strict=True):
-        slot[: sample.shared_prefix].copy_(sample.prompt_embed[: sample.shared_prefix])
-        slot[sample.shared_prefix : length].copy_(sample.empty_tail)
-        slot[length:].zero_()
+    tails = [sample.empty_tail for sample in samples]
+    tail = _room(prompts[0], (len(samples), max(map(len, tails)), prompts[0].shape[1]), pinned)
+    for slot, part in zip(tail, tails, strict=True):
+        slot[: len(part)].copy_(part)
+        slot[len(part) :].zero_()
     controls = zip(*(sample.control_latent for sample in samples), strict=True)
     return Batch(
         keys=tuple(sample.key for sample in samples),
@@ -39,14 +44,49 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
         control_latent=tuple(_stacked(latents, pinned) for latents in controls),
         prompt_embed=prompt,
         prompt_embeds_mask=_mask(list(map(len, prompts))),
-        empty_prompt_embed=empty,
+        empty_tail=tail,
+        shared_prefixes=tuple(sample.shared_prefix for sample in samples),
+        empty_lengths=tuple(empty_lengths),
         empty_prompt_embeds_mask=_mask(empty_lengths),
         loss_mask=_loss_mask(samples),
     )
 
 
 def _room(like: torch.Tensor, size: tuple[int, ...], pinned: bool) -> torch.Tensor:
-    return torch.empty(size, dtype=like.dtype, device=like.device, pin_memory=pinned and like.device.type == "cpu")
+    size_bytes = prod(size) * like.itemsize
+    if pinned or like.device.type != "cpu" or size_bytes < _Rooms.LEAST:
+        return torch.empty(size, dtype=like.dtype, device=like.device, pin_memory=pinned and like.device.type == "cpu")
+    return torch.frombuffer(_rooms.take(size_bytes), dtype=like.dtype, count=prod(size)).view(size)
+
+
+class _Rooms:
+    """Memory of batches that are gone, for the next ones: a new page costs more than to copy into an old one."""
+
+    LEAST = 2**18
+    MOST = 16
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> memoryview:
+        """At least `size` bytes; they come back when the last tensor that lies in them is gone."""
+        with self._lock:
+            fits = [room for room in self._free if size <= len(room) <= 2 * size]
+            room = min(reversed(fits), key=len) if fits else mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+            with suppress(ValueError):  # a new one, or one that has just made room for others
+                self._free.remove(room)
+        view = memoryview(room)
+        weakref.finalize(view, self._give_back, room).atexit = False
+        return view
+
+    def _give_back(self, room: mmap.mmap) -> None:
+        # No lock: this runs wherever a tensor dies, perhaps in `take`. Each line is one step for other threads.
+        self._free.append(room)
+        del self._free[: -self.MOST]
+
+
+_rooms = _Rooms()
 
 
 def _stacked(tensors: Sequence[torch.Tensor], pinned: bool) -> torch.Tensor:

@@ -134,6 +134,7 @@ class FollowingStream(Stream):
     """
 
     def __post_init__(self) -> None:
+        self._check()
         samples = self._growing
         while samples._shards is None:
             samples.wait()

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from qie.data.batches import collate
 from qie.data.epoch import PLAN_VERSION, Order, Plan, PlannedBatch, Tail, held_out, plan_epoch
@@ -60,6 +60,7 @@ class Stream(IterableDataset[Batch]):
     position: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self._check()
         columns, digests = self.samples.columns, self.samples.digests
         self._columns = columns
         self._validation, self.held_out = held_out(digests, columns.rows, self.validation_rows)
@@ -72,6 +73,17 @@ class Stream(IterableDataset[Batch]):
             )
         self._plans: dict[int, Plan] = {}
         self._plan(self.epoch)
+
+    def _check(self) -> None:
+        choices = {"tail": get_args(Tail), "order": get_args(Order)}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"no such {name}", expected=" or ".join(allowed), found=getattr(self, name))
+        for name in ("batch_size", "block_size", "threads"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is too small", expected="at least 1", found=getattr(self, name))
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError("no such rank", expected=f"0 to {self.world_size - 1}", found=self.rank)
 
     @property
     def plan(self) -> Plan:
@@ -90,6 +102,11 @@ class Stream(IterableDataset[Batch]):
         return self._iter_batches(endless=True)
 
     def _iter_batches(self, *, endless: bool) -> Iterator[Batch]:
+        if get_worker_info() is not None:
+            raise UsageError(
+                "a stream is not for DataLoader workers: each would give every batch",
+                hint="num_workers=0: a stream prepares batches ahead by itself",
+            )
         with ThreadPoolExecutor(self.threads, thread_name_prefix="qie-stream") as pool:
             ahead: deque[Future[Batch]] = deque()
             upcoming = self._iter_planned(endless)
@@ -135,6 +152,8 @@ class Stream(IterableDataset[Batch]):
         Raises:
             UsageError: the state belongs to other samples, another seed or another batch size; names which.
         """
+        if not {"epoch", "position", "of"} <= state.keys() or min(state["epoch"], state["position"]) < 0:
+            raise UsageError("this is no position of a stream", found=state)
         mine, theirs = self._identity(), state["of"]
         differing = [name for name in mine if mine[name] != theirs.get(name)]
         if differing:

@@ -134,9 +134,11 @@ class ShardSet:
         if not check:
             return record
         expected = bytes(self.table.hashes[position])
-        if hashlib.sha256(record).digest() != expected and tar.forget_copy():
+        sound = hashlib.sha256(record).digest() == expected
+        if not sound and tar.forget_copy():
             record = tar.read(start, stop)  # once more: the copy on this disk may be at fault
-        if hashlib.sha256(record).digest() != expected:
+            sound = hashlib.sha256(record).digest() == expected
+        if not sound:
             raise ShardError(
                 "a record is damaged",
                 where=where,
