@@ -152,7 +152,6 @@ class Engine:
     def _read(self, group: Group) -> None:
         """Read rows, and look for records of the same keys."""
         older = group.shard.older
-        mine = {entry.key: entry for entry in older.index.samples} if older else {}
         for number in group.numbers:
             try:
                 rows = self.settings.versions.of(self.source.read(number))
@@ -161,8 +160,8 @@ class Engine:
                 continue
             for row in rows:
                 key = self._recipe.key(row)
-                if older and key in mine:
-                    found: tuple[Entry, bytes] | None = (mine[key], older.verified_record(mine[key]))
+                if older and (entry := older.by_key.get(key)):
+                    found: tuple[Entry, bytes] | None = (entry, older.verified_record(entry))
                 else:
                     found = self._records.find(key)
                 group.done.append(row if found is None else (_renamed(found[0], row), found[1]))

@@ -51,7 +51,7 @@ def precompute(
         RowError: a row cannot be encoded and `on_error` is "stop".
         ShardError, StoreError: a shard cannot be read or written. What is published stays.
     """
-    output = open_folder(output) if isinstance(output, (str, Path)) else output
+    output = open_folder(output)
     settings = settings or Settings()
     shards = plan_shards(output, encoder.recipe, rows, shard_size, len(source))
     if workers:

@@ -55,7 +55,7 @@ class Records:
         """
         for number in self._numbers(key):
             for shard in self._shards(number):
-                entry = _entry_of(shard, key)
+                entry = shard.by_key.get(key)
                 if entry:
                     try:
                         return entry, shard.verified_record(entry)
@@ -67,7 +67,7 @@ class Records:
     def entry(self, key: str) -> Entry | None:
         """The entry of a key, without reading its record."""
         shards = (shard for number in self._numbers(key) for shard in self._shards(number))
-        return next((entry for shard in shards if (entry := _entry_of(shard, key))), None)
+        return next((entry for shard in shards if (entry := shard.by_key.get(key))), None)
 
     def _numbers(self, key: str) -> list[int]:
         with self._lock:
@@ -139,10 +139,6 @@ class Records:
             self._open.pop(number, None)
         file = self._indexes[number]
         return file.size() is None or read_index(file) != shard.index
-
-
-def _entry_of(shard: Shard, key: str) -> Entry | None:
-    return next((entry for entry in shard.index.samples if entry.key == key), None)
 
 
 def _prefixes(index: File) -> np.ndarray:

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from qie.errors import ShardError
@@ -16,7 +17,7 @@ from qie.shards.cache import ShardCache
 from qie.shards.index import Entry, ShardIndex, member_name, read_index
 from qie.shards.record import decode
 from qie.stores import File
-from qie.types import Sample
+from qie.types import Sample, Shape
 
 
 @dataclass(eq=False)
@@ -90,6 +91,16 @@ class Tar:
             return mapped
 
 
+def checked_sample(record: memoryview, key: str, shape: Shape, where: str) -> Sample:
+    """The sample in a record. Raises ShardError when the record is malformed, or not what its index says."""
+    sample = decode(record, where)
+    if sample.key != key:
+        raise ShardError("the record is another sample's", where=where, expected=key, found=sample.key)
+    if sample.shape != shape:
+        raise ShardError("the record has other sizes than the index", where=where, expected=shape, found=sample.shape)
+    return sample
+
+
 class _Maps:
     """The tars that are mapped: each map holds a file open, and they may take a quarter of those that a process may."""
 
@@ -134,21 +145,18 @@ class Shard:
                 hint="copy it again, or delete it with its index and run qie-precompute again",
             )
 
+    @cached_property
+    def by_key(self) -> dict[str, Entry]:
+        """An entry for each key; rows of equal content have equal ones but for what they are called."""
+        return {entry.key: entry for entry in self.index.samples}
+
     def load(self, entry: Entry) -> Sample:
         """The sample of an entry; its tensors are views of the mapped file.
 
         Raises:
             ShardError: the record is malformed or is another sample's.
         """
-        where = f"{self.file}, {entry.key}"
-        sample = decode(self.record(entry), where)
-        if sample.key != entry.key:
-            raise ShardError("the record is another sample's", where=where, expected=entry.key, found=sample.key)
-        if sample.shape != entry.shape:
-            raise ShardError(
-                "the record has other sizes than the index", where=where, expected=entry.shape, found=sample.shape
-            )
-        return sample
+        return checked_sample(self.record(entry), entry.key, entry.shape, f"{self.file}, {entry.key}")
 
     def record(self, entry: Entry) -> memoryview:
         """The bytes of an entry's member."""

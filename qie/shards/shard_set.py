@@ -17,8 +17,7 @@ from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.index import Entry, Skipped
 from qie.shards.parts import Part, open_parts, require_disjoint
-from qie.shards.reader import Shard, Tar
-from qie.shards.record import decode
+from qie.shards.reader import Shard, Tar, checked_sample
 from qie.shards.storage import find_indexes
 from qie.shards.table import PIXEL_BYTES, Columns, Table
 from qie.types import Sample
@@ -103,14 +102,8 @@ class ShardSet:
         tar, start, stop = self._place(position)
         where = f"{tar.file}, {self.table.key(position)}, at {start}"
         record = self._record(position, tar, start, stop, where, check=self.verify != "off")
-        sample = decode(record, where)
-        if sample.key != self.table.key(position):
-            raise ShardError("the record is another sample's", where=where, found=sample.key)
         shape = self.table.shape_names[self.table.shapes[position]]
-        if sample.shape != shape:
-            raise ShardError(
-                "the record has other sizes than the index", where=where, expected=shape, found=sample.shape
-            )
+        sample = checked_sample(record, self.table.key(position), shape, where)
         self._require_layout(position, sample, record, where)
         self._seen[position] = 1
         return sample

@@ -51,7 +51,7 @@ def find_indexes(places: Iterable[str | Path]) -> list[File]:
 
 def published(folder: Folder | str | Path) -> list[File]:
     """Index files in a folder, in the order of their rows. An empty or missing folder has none."""
-    folder = open_folder(folder) if isinstance(folder, (str, Path)) else folder
+    folder = open_folder(folder)
     names = [name for name in folder.listing() if name.endswith(".json")]
     found = [(parsed, name) for name in names if (parsed := parse_stem(name.removesuffix(".json")))]
     return [File(folder, name) for _, name in sorted(found)]

@@ -46,8 +46,7 @@ class ShardWriter:
 
     def __init__(self, folder: Folder | str | Path, start: int, stop: int, recipe: Recipe) -> None:
         self.start, self.stop, self.recipe = start, stop, recipe
-        folder = open_folder(folder) if isinstance(folder, (str, Path)) else folder
-        self.index_file = File(folder, f"{shard_stem(start, stop)}.json")
+        self.index_file = File(open_folder(folder), f"{shard_stem(start, stop)}.json")
         self._tar_file = self.index_file.with_suffix(".tar")
         path = self._tar_file.path
         self._partial = path.with_suffix(".tar.partial") if path else None

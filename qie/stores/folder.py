@@ -89,8 +89,8 @@ class Folder(Protocol):
         ...
 
 
-def open_folder(url: str | Path) -> Folder:
-    """The folder that a user names. Touches neither network nor disk.
+def open_folder(url: str | Path | Folder) -> Folder:
+    """The folder that a user names; a folder is itself. Touches neither network nor disk.
 
     Args:
         url: s3://bucket/path, gs://bucket/path, az://container/path, https://host/path, http://host/path,
@@ -99,6 +99,8 @@ def open_folder(url: str | Path) -> Folder:
     Raises:
         UsageError: the URL is of another kind, or names no bucket, host or repository.
     """
+    if not isinstance(url, (str, Path)):
+        return url
     place = str(url)
     scheme = scheme_of(place)
     if scheme in OBJECTS:

@@ -118,7 +118,7 @@ def test_from_a_bucket_the_same_is_fetched(folder: Path, s3: S3) -> None:
 def test_fetched_again_no_header_is_parsed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = ShardSet.open([folder])
     shards.fetch(3)
-    monkeypatch.setattr("qie.shards.shard_set.decode", None)
+    monkeypatch.setattr("qie.shards.reader.decode", None)
 
     assert_for_training(shards.fetch(3), KINDS["a loss mask"])
     assert shards.fetch(3).prompt == ""
