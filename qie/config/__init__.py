@@ -1,6 +1,30 @@
 """The configuration: a YAML file as frozen values, in which every field is one behaviour."""
 
+from qie.config.data import SourceConfig
 from qie.config.file import load_config, required
-from qie.config.sections import Config, LoraConfig, LossConfig, OptimizerConfig, SourceConfig
+from qie.config.sections import Config
+from qie.config.training import (
+    AdapterConfig,
+    LoggingConfig,
+    LoraConfig,
+    LossConfig,
+    OptimizerConfig,
+    SampleConfig,
+    SchedulerConfig,
+    TrainConfig,
+)
 
-__all__ = ["Config", "LoraConfig", "LossConfig", "OptimizerConfig", "SourceConfig", "load_config", "required"]
+__all__ = [
+    "AdapterConfig",
+    "Config",
+    "LoggingConfig",
+    "LoraConfig",
+    "LossConfig",
+    "OptimizerConfig",
+    "SampleConfig",
+    "SchedulerConfig",
+    "SourceConfig",
+    "TrainConfig",
+    "load_config",
+    "required",
+]

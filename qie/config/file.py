@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel
@@ -135,8 +135,8 @@ def _keys_beside(key: tuple[str, ...]) -> list[str]:
 def _section(model: type[BaseModel] | None, step: str) -> type[BaseModel] | None:
     """The section that a step leads to; None when it leads to a value, or to nothing."""
     field = model.model_fields.get(step) if model else None
-    annotation = field.annotation if field else None
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _one_line(error: Exception) -> str:

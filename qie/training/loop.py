@@ -105,7 +105,8 @@ class _Run:
         self.step = 0
         dtype = torch.bfloat16 if section.mixed_precision == "bf16" else torch.float32
         self.transformer = load_transformer(checkpoint, dtype)
-        add_lora(self.transformer, config.model.lora, section.seed)
+        if config.model.lora:
+            add_lora(self.transformer, config.model.lora, section.seed)
         if section.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
         self.trainable = [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
@@ -173,8 +174,14 @@ class _Run:
         return save_checkpoint(self.output_dir, progress, self.transformer, self.optimizer, self.schedule)
 
     def finish(self) -> None:
-        """Leave the process group, all together: one that leaves while the main process still saves can hang."""
+        """Leave the process group, all together: one that leaves while the main process still saves can hang.
+
+        So can one that leaves with its DDP wrapper alive: Python then frees the wrapper's reference to the group last,
+        and holds its lock while it waits for a thread of gloo that waits for the lock.
+        """
         self.accelerator.wait_for_everyone()
+        del self.model, self.prepared
+        self.accelerator.free_memory()
         self.accelerator.end_training()
 
     def restore(self, folder: Path) -> None:

@@ -1,0 +1,117 @@
+"""Sections that say what the data is and how it is encoded: data and cache."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from qie.config.section import Fraction, LocalPath, Place, Section, word
+
+
+class SourceConfig(Section):
+    """One of several sources."""
+
+    source: Place
+    name: str | None = Field(None, description="In messages and indexes; default: the last part of the path.")
+    weight: PositiveFloat = Field(1.0, description="How often its rows are drawn in training, against the others'.")
+
+
+class AugmentConfig(Section):
+    """What further versions of a row are made of; see cache.variants. Target, controls and mask alike."""
+
+    flip: bool = Field(False, description="Mirrored, left to right, by chance.")
+    crop: float = Field(1.0, gt=0.0, le=1.0, description="Cropped to between this part of each side and all of it.")
+
+
+class DataConfig(Section):
+    """Rows, and how they are dealt into batches."""
+
+    source: Place | list[SourceConfig] | None = Field(
+        None,
+        description="Rows, for qie-precompute and for live encoding: whatever qie.open_source understands, or several.",
+    )
+    batch_size: PositiveInt = Field(1, description="Per process.")
+    tail: Literal["pad", "drop"] = Field("pad", description="The last, incomplete batch of each shape.")
+    caption_dropout_rate: Fraction = Field(0.0, description="How often the null prompt replaces the prompt.")
+    control_dropout_rate: Fraction = Field(
+        0.0, description="How often zeros replace the latents of all controls; what Qwen2.5-VL saw of them stays."
+    )
+    area_px: PositiveInt | list[PositiveInt] | None = Field(
+        None,
+        description="Image area for the VAE; of a list, the largest that does not enlarge. null: the family's own.",
+    )
+    buckets_px: list[Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]] = Field(
+        [], description="Fixed sizes [width, height] instead of areas: the nearest in shape, after cropping to it."
+    )
+    text_area_px: PositiveInt | None = Field(
+        None, description="Image area for Qwen2.5-VL; null is the family's own (edit: the VAE's image)."
+    )
+    multiple_px: Literal[16, 32, 64] | None = Field(None, description="Sizes by area are multiples of it; null: 32.")
+    background: str = Field("#ffffff", description="Colour behind transparent images.")
+    augment: AugmentConfig = AugmentConfig()
+    order: Literal["shuffle", "blocks"] = Field(
+        "shuffle",
+        description="blocks: shuffled within block_size shards at a time, for stores that are slow at random.",
+    )
+    block_size: PositiveInt = Field(16, description="Shards in a block.")
+    similar_lengths: NonNegativeInt = Field(
+        64, description="So many batches of a shape are filled by prompt length, so that they pad little; 0: none."
+    )
+    prefetch: PositiveInt = Field(2, description="Batches prepared ahead.")
+    reader_threads: PositiveInt = Field(2, description="How many are prepared at once; live encoding takes one more.")
+    max_image_px: int = Field(
+        178_956_970, gt=0, le=178_956_970, description="Larger images are refused; Pillow takes none above the default."
+    )
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> DataConfig:
+        if self.buckets_px and self.area_px is not None:
+            raise ValueError("area_px and buckets_px exclude each other")
+        if any(side % 16 for bucket in self.buckets_px for side in bucket):
+            raise ValueError("sides of buckets_px are multiples of 16")
+        if self.area_px == []:
+            raise ValueError("area_px is an empty list")
+        return self
+
+
+class KeepConfig(Section):
+    """What of the samples stays in memory after its first use, for datasets that fit."""
+
+    latents: Literal["none", "cpu", "gpu"] = "none"
+    embeds: Literal["none", "cpu", "gpu"] = "none"
+    budget_bytes: PositiveInt = Field(8 * 10**9, description="Altogether; what comes when it is spent is not kept.")
+
+
+class CacheConfig(Section):
+    """Shards, and the encoders that fill them."""
+
+    cache_dir: Place | None = Field(None, description="qie-precompute writes here, qie-train reads here; path or URL.")
+    use_cache: bool = Field(True, description="false: qie-train encodes data.source live.")
+    vae_encoder_device: str = Field("auto", description="auto is the first GPU, or the CPU without one.")
+    text_encoder_device: str = Field("auto", description="auto is the first GPU, or the CPU without one.")
+    compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="auto is bfloat16 on a GPU and float32 on the CPU."
+    )
+    encode_batch_size: PositiveInt = Field(
+        1, description="Rows encoded together. Above 1, the last bits of a sample depend on its neighbours."
+    )
+    variants: PositiveInt = Field(
+        1, description="Versions of a row at most: its captions and, with data.augment, augmented ones. One per epoch."
+    )
+    share_prefix: bool = Field(
+        False, description="Rows with the same controls share their pass through Qwen2.5-VL; about 1e-6 from exact."
+    )
+    compile: bool = Field(False, description="Run the VAE through torch.compile.")
+    verify: Annotated[Literal["off", "first", "always"], word("off")] = Field(
+        "first", description="When a record is checked against its hash: never, when first read, or always."
+    )
+    local_dir: LocalPath | None = Field(
+        None, description="Keep shards from URLs in this folder, for all processes here."
+    )
+    local_bytes: PositiveInt = Field(100 * 10**9, description="How much of them; what was used longest ago goes first.")
+    keep: KeepConfig = KeepConfig()
+    write_through: bool = Field(
+        False, description="Encoding live, write the shards to cache_dir in the first epoch and train on them then on."
+    )
+    follow_timeout_s: PositiveFloat = Field(3600.0, description="How long to wait for the next shard with --follow.")

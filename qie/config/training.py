@@ -1,0 +1,178 @@
+"""Sections that say what is trained and how: model, train, optimizer, lr_scheduler, loss, validation, and the rest."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from qie.config.section import Fraction, LocalPath, Section, word
+
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab", "clearml", "aim", "dvclive"]
+
+
+class LoraConfig(Section):
+    """A low-rank adapter through peft."""
+
+    r: PositiveInt = Field(16, description="Rank.")
+    lora_alpha: PositiveFloat = Field(32, description="The adapter's output is scaled by lora_alpha / r.")
+    lora_dropout: Fraction = 0.0
+    target_modules: list[str] | str = Field(
+        ["to_q", "to_k", "to_v", "to_out.0"], description="Module name endings, or one regular expression."
+    )
+    use_rslora: bool = Field(False, description="Scale by lora_alpha / √r instead.")
+    use_dora: bool = Field(False, description="Train the length of each weight column apart from its direction.")
+    init_lora_weights: Literal["gaussian", "kaiming", "orthogonal"] = "gaussian"
+    continue_from: LocalPath | None = Field(
+        None, description="Begin with the weights of this adapter: a checkpoint's folder, or a LoRA of diffusers."
+    )
+
+
+class AdapterConfig(Section):
+    """A further adapter, which stays as it is and is part of the model while it is trained."""
+
+    path: LocalPath = Field(description="A checkpoint's folder, or a LoRA of diffusers.")
+    scale: float = 1.0
+
+
+class ModelConfig(Section):
+    """Which model is trained, and what of it."""
+
+    pretrained_model_name_or_path: str = Field(description="Hub name or folder, in the diffusers layout.")
+    family: Literal["auto", "edit", "edit_plus"] = Field("auto", description="auto reads model_index.json.")
+    lora: LoraConfig | None = Field(LoraConfig(), description="null: all weights of the transformer are trained.")
+    adapters: list[AdapterConfig] = Field([], description="Further adapters that stay as they are.")
+    quantize: Literal["fp8", "int8", "nf4"] | None = Field(
+        None, description="How the transformer's linear layers are stored, under a LoRA; needs the extra quant."
+    )
+    attention_backend: str | None = Field(
+        None, description="A backend of diffusers, such as native, flash or sage; null: what diffusers chooses."
+    )
+
+
+class TrainConfig(Section):
+    """The loop."""
+
+    max_steps: PositiveInt = Field(2000, description="Optimizer steps altogether.")
+    epochs: PositiveInt | None = Field(None, description="Instead of max_steps: so many passes over the data.")
+    gradient_accumulation_steps: PositiveInt = Field(1, description="Batches of each process per optimizer step.")
+    gradient_checkpointing: bool | PositiveInt = Field(
+        True, description="Compute blocks' activations again instead of keeping them; n: those of every n-th block."
+    )
+    mixed_precision: Annotated[Literal["no", "bf16"], word("no")] = "bf16"
+    trained_dtype: Literal["float32", "bfloat16"] = Field("float32", description="In which trained weights are kept.")
+    max_grad_norm: PositiveFloat | None = Field(1.0, description="Longer gradients are scaled down to it; null: none.")
+    max_nonfinite_steps: PositiveInt = Field(
+        1, description="Stop after so many steps in a row whose loss or gradient is not finite; none changes a weight."
+    )
+    ema_decay: float | None = Field(
+        None, gt=0.0, lt=1.0, description="Also keep an average of the trained weights, this much of it at each step."
+    )
+    compile: bool = Field(False, description="Run the transformer's blocks through torch.compile.")
+    offload_blocks: NonNegativeInt = Field(
+        0, description="So many blocks wait in host memory until they are computed; they are checkpointed."
+    )
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
+    output_dir: LocalPath = "runs/edit"
+    checkpoint_every: PositiveInt = Field(500, description="Steps between checkpoints; the last step always has one.")
+    keep_last: PositiveInt | None = Field(None, description="Keep this many of the latest checkpoints; null: all.")
+    keep_every: PositiveInt | None = Field(None, description="Keep those of every so many steps in any case.")
+
+    @model_validator(mode="after")
+    def _check_length(self) -> TrainConfig:
+        if self.epochs is not None and "max_steps" in self.model_fields_set:
+            raise ValueError("max_steps and epochs exclude each other")
+        return self
+
+
+class OptimizerConfig(Section):
+    """Any torch-style optimizer, by import path."""
+
+    class_path: str = Field(
+        "torch.optim.AdamW", description="Such as bitsandbytes.optim.AdamW8bit or prodigyopt.Prodigy."
+    )
+    init_args: dict[str, Any] = Field({"lr": 1e-4}, description="Its arguments.")
+
+
+class SchedulerConfig(Section):
+    """A learning-rate schedule: of diffusers by its name there, or any of torch by its import path."""
+
+    scheduler_type: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
+    ] = "cosine"
+    warmup_steps: NonNegativeInt = 100
+    num_cycles: PositiveInt = Field(1, description="Of cosine_with_restarts.")
+    power: PositiveFloat = Field(1.0, description="Of polynomial.")
+    class_path: str | None = Field(
+        None, description="Such as torch.optim.lr_scheduler.OneCycleLR; the fields above are then not used."
+    )
+    init_args: dict[str, Any] = Field({}, description="Arguments of class_path.")
+
+
+class LossConfig(Section):
+    """Flow matching: which noise levels, how weighted."""
+
+    timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "logit_normal"
+    logit_mean: float = Field(0.0, description="Of logit_normal.")
+    logit_std: PositiveFloat = Field(1.0, description="Of logit_normal.")
+    mode_scale: float = Field(1.29, description="Of mode.")
+    shift: Literal["none", "dynamic"] | PositiveFloat = Field(
+        "dynamic", description="dynamic is the scheduler's own, by image size; a number is a static shift."
+    )
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
+    kind: Literal["mse", "huber"] = "mse"
+    huber_delta: PositiveFloat = Field(1.0, description="Errors beyond it count linearly.")
+    mask_foreground_weight: NonNegativeFloat = Field(1.0, description="Weight of a mask's bright parts.")
+    mask_background_weight: NonNegativeFloat = Field(
+        1.0, description="Weight of what a mask leaves dark. Only the ratio to the foreground's matters."
+    )
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> LossConfig:
+        if self.mask_foreground_weight == self.mask_background_weight == 0:
+            raise ValueError("mask_foreground_weight and mask_background_weight are both 0")
+        return self
+
+
+class SampleConfig(Section):
+    """An image that is painted at each validation."""
+
+    images: Annotated[list[LocalPath], Field(min_length=1)]
+    prompt: str
+    negative_prompt: str = " "
+    seed: NonNegativeInt = 0
+
+
+class ValidationConfig(Section):
+    """Loss on rows that are kept out of training, with fixed noise, and sample images."""
+
+    every: PositiveInt = Field(200, description="Steps between validations; before the first and after the last, too.")
+    rows: NonNegativeInt = Field(16, description="How many rows are kept out of training; 0 validates nothing.")
+    samples: list[SampleConfig] = Field([], description="Images to paint at each validation.")
+    sample_steps: int = Field(20, ge=2, description="Denoising steps of them.")
+    sample_cfg: float = Field(4.0, ge=1.0, description="Guidance scale of them; 1 does without.")
+
+
+class Devices(Section):
+    """Where the components of qie-predict live. auto is the first GPU, or the CPU without one."""
+
+    vae: str = "auto"
+    text_encoder: str = "auto"
+    transformer: str = "auto"
+
+
+class PredictConfig(Section):
+    """Painting."""
+
+    devices: Devices = Devices()
+
+
+class LoggingConfig(Section):
+    """What is written while training. metrics.jsonl and run.json in the output folder are always written."""
+
+    report_to: list[Tracker] = Field([], description="Trackers of accelerate; each needs its own package.")
+    project: str = Field("qie", description="What the run is filed under.")
+    run_name: str | None = Field(None, description="Name of the run, for trackers that have one.")
+    peak_tflops: PositiveFloat | None = Field(
+        None, description="What the GPU can do in train.mixed_precision, for MFU; null: known for common GPUs."
+    )
