@@ -2,31 +2,100 @@
 
 from __future__ import annotations
 
-import json
+import gc
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import diffusers
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from diffusers import AutoencoderKLQwenImage, DiffusionPipeline
-from PIL import Image, PngImagePlugin
+from diffusers import AutoencoderKLQwenImage, DiffusionPipeline, QwenImageTransformer2DModel
+from PIL import Image
 
+from qie.config import AdapterConfig
 from qie.encode import Encoder
-from qie.encode.rows import see
-from qie.encode.sizes import choose_area
-from qie.errors import UsageError
+from qie.encode.scene import Scene, embed_scene
+from qie.errors import QieError, UsageError
 from qie.pretrained import Checkpoint, loading
-from qie.recipe import NULL_PROMPT, normal_prompt
-from qie.training.model import ADAPTER_FILE, load_scheduler, load_transformer
+from qie.recipe import NULL_PROMPT
+from qie.training.lora import add_frozen_adapters
+from qie.training.lora_file import ADAPTER_FILE
+from qie.training.model import load_scheduler, load_transformer
+
+
+def paint_scene(
+    pipeline: DiffusionPipeline,
+    scene: Scene,
+    *,
+    steps: int,
+    cfg: float,
+    seed: int,
+    on_step: Callable[[int], object] = lambda step: None,
+) -> Image.Image:
+    """The edited image; see `Painter.paint`. The global random state is neither used nor changed.
+
+    Raises:
+        QieError: the device is out of memory.
+    """
+    embeds = {}
+    for name, embed in (("prompt_embeds", scene.prompt), ("negative_prompt_embeds", scene.negative)):
+        if embed is not None:
+            embeds[name] = embed[None].to(pipeline.vae.device, pipeline.vae.dtype)
+            embeds[f"{name}_mask"] = torch.ones(1, len(embed), dtype=torch.long, device=pipeline.vae.device)
+    try:
+        with _image_area(pipeline, scene.area_px):
+            painted = pipeline(
+                image=list(scene.images) if len(scene.images) > 1 else scene.images[0],
+                **embeds,
+                true_cfg_scale=cfg,
+                num_inference_steps=steps,
+                generator=torch.Generator().manual_seed(seed),
+                callback_on_step_end=lambda pipeline, step, timestep, tensors: on_step(step + 1) or tensors,
+            )
+    except torch.OutOfMemoryError as error:
+        raise QieError(
+            "a device is out of memory while painting",
+            found=" ".join(str(error).split())[:200],
+            hint="lower data.area_px; qie-predict takes a device for each component (predict.devices)",
+        ) from error
+    return painted.images[0]  # type: ignore[no-any-return]
+
+
+def make_pipeline(
+    checkpoint: Checkpoint, vae: AutoencoderKLQwenImage, transformer: QwenImageTransformer2DModel
+) -> DiffusionPipeline:
+    """The family's pipeline of diffusers, without encoders. All but the transformer computes where the VAE is now."""
+    # Of components on several devices, and of offloaded ones, diffusers would choose any; it asks a hook first.
+    add_hook_to_module(vae, AlignDevicesHook(execution_device=vae.device))
+    none = dict.fromkeys(("text_encoder", "tokenizer", "processor"))
+    pipeline = getattr(diffusers, checkpoint.family.pipeline)(
+        scheduler=load_scheduler(checkpoint), vae=vae, transformer=transformer, **none
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def load_vae(checkpoint: Checkpoint, dtype: torch.dtype) -> AutoencoderKLQwenImage:
+    """The checkpoint's VAE as it was released, on the CPU."""
+    folder = checkpoint.component("vae")
+    with loading(folder):
+        return AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
+
+
+def free(encoder: Encoder) -> None:
+    """Give back the memory of an encoder's weights."""
+    encoder.release()
+    gc.collect()  # a model of transformers refers to itself
+    torch.cuda.empty_cache()
 
 
 class Painter:
-    """A checkpoint's pipeline, without its text encoder, on its devices.
+    """A checkpoint's pipeline on its devices, and the encoder that embeds for it. Weights are loaded on first use.
 
     Args:
         checkpoint: the base model, with transformer, scheduler and vae.
@@ -34,9 +103,10 @@ class Painter:
         vae_device, transformer_device: where they live; they may differ.
         dtype: of both.
         lora: a folder that holds an adapter, such as a training checkpoint.
+        adapters: further ones, such as those that were part of the model while it was trained.
 
     Raises:
-        UsageError: the folder holds no adapter, or it does not fit the model.
+        UsageError: the folder holds no adapter, or, when it is loaded, the adapter does not fit the model.
     """
 
     def __init__(
@@ -48,31 +118,27 @@ class Painter:
         transformer_device: torch.device,
         dtype: torch.dtype,
         lora: Path | None = None,
+        adapters: Sequence[AdapterConfig] = (),
     ) -> None:
-        if lora is not None:
-            _check_adapter(lora)
-        self._encoder = encoder
-        self._max_controls = checkpoint.family.max_controls
-        folder = checkpoint.component("vae")
-        with loading(folder):
-            vae = AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
-        self.pipeline: DiffusionPipeline = getattr(diffusers, checkpoint.family.pipeline)(
-            scheduler=load_scheduler(checkpoint),
-            vae=vae,
-            text_encoder=None,
-            tokenizer=None,
-            processor=None,
-            transformer=load_transformer(checkpoint, dtype),
-        )
-        if lora is not None:
-            _load_lora(self.pipeline, lora)
-        self.pipeline.vae.to(vae_device)
-        self.pipeline.transformer.to(transformer_device)
-        if transformer_device != vae_device:
+        if lora is not None and not (lora / ADAPTER_FILE).is_file():
+            raise UsageError(
+                "no adapter in this folder", where=lora, expected=ADAPTER_FILE, hint="give a checkpoint-NNNNNN folder"
+            )
+        self._checkpoint, self._encoder, self._dtype, self._lora = checkpoint, encoder, dtype, lora
+        self._adapters, self._vae_device, self._transformer_device = adapters, vae_device, transformer_device
+
+    @cached_property
+    def pipeline(self) -> DiffusionPipeline:
+        vae, transformer = load_vae(self._checkpoint, self._dtype), load_transformer(self._checkpoint, self._dtype)
+        add_frozen_adapters(transformer, self._adapters)
+        if self._lora is not None:
+            _load_lora(transformer, self._lora)
+        pipeline = make_pipeline(self._checkpoint, vae.to(self._vae_device), transformer)
+        transformer.to(self._transformer_device)
+        if self._transformer_device != self._vae_device:
             # The pipeline works where its VAE is; only the transformer's inputs and outputs travel.
-            hook = AlignDevicesHook(execution_device=transformer_device, io_same_device=True)
-            add_hook_to_module(self.pipeline.transformer, hook)
-        self.pipeline.set_progress_bar_config(disable=True)
+            add_hook_to_module(transformer, AlignDevicesHook(self._transformer_device, io_same_device=True))
+        return pipeline
 
     def paint(
         self,
@@ -84,6 +150,7 @@ class Painter:
         cfg: float = 4.0,
         seed: int = 0,
         on_step: Callable[[int], object] = lambda step: None,
+        keep_encoder: bool = True,
     ) -> Image.Image:
         """The edited image, of the proportions that the pipeline chooses: those of the first (edit) or last control.
 
@@ -94,79 +161,30 @@ class Painter:
             cfg: guidance scale; 1 and below does without the negative prompt, in half the time.
             seed: of the noise.
             on_step: called with the number of steps done.
+            keep_encoder: for more images; without, its weights are gone before those of the pipeline are loaded.
 
         Raises:
             UsageError: the family does not take so many images.
             RowError: a prompt cannot be embedded.
+            QieError: a device is out of memory.
         """
-        if self._max_controls is not None and len(images) > self._max_controls:
-            raise UsageError(
-                "more images than the model takes",
-                expected=f"{self._max_controls} for family {self._encoder.recipe.family}",
-                found=len(images),
-                hint="an edit_plus model takes several",
-            )
-        embeds = self._embed(images, prompt, "prompt_embeds")
-        if cfg > 1:
-            embeds |= self._embed(images, negative_prompt, "negative_prompt_embeds")
-        with _image_area(self.pipeline, self._area_px(images[0] if self._max_controls == 1 else images[-1])):
-            painted = self.pipeline(
-                image=list(images) if len(images) > 1 else images[0],
-                **embeds,
-                true_cfg_scale=cfg,
-                num_inference_steps=steps,
-                generator=torch.Generator().manual_seed(seed),
-                callback_on_step_end=lambda pipeline, step, timestep, tensors: on_step(step + 1) or tensors,
-            )
-        return painted.images[0]  # type: ignore[no-any-return]
-
-    def _area_px(self, image: Image.Image) -> int:
-        """Area that the recipe gives the image of which the pipeline takes the proportions."""
-        width, height = see(image, self._encoder.recipe).view.size
-        areas = self._encoder.recipe.areas_px
-        return choose_area(image.size, areas) if areas else width * height
-
-    def _embed(self, images: Sequence[Image.Image], prompt: str, name: str) -> dict[str, Any]:
-        embed = self._encoder.embed(images, normal_prompt(prompt)).to(self.pipeline.device, self.pipeline.dtype)
-        mask = torch.ones(1, len(embed), dtype=torch.long, device=embed.device)
-        return {name: embed[None], f"{name}_mask": mask}
+        scene = embed_scene(self._encoder, images, prompt, negative_prompt if cfg > 1 else None)
+        if not keep_encoder:
+            free(self._encoder)
+        return paint_scene(self.pipeline, scene, steps=steps, cfg=cfg, seed=seed, on_step=on_step)
 
 
-def check_output(path: Path) -> None:
-    """Raise UsageError when no image can be written to `path`: to be asked before the work, not after it."""
-    if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
-        raise UsageError("the ending names no image format", where=path, expected="such as .png or .jpg")
-    if not path.parent.is_dir() or path.is_dir():
-        raise UsageError("nothing can be written there", where=path, expected="a file in a folder that exists")
-
-
-def save_image(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:
-    """Write an image whole or not at all; a PNG carries `settings` as text under the name qie."""
-    check_output(path)
-    about = PngImagePlugin.PngInfo()
-    about.add_itxt("qie", json.dumps(settings, ensure_ascii=False))
-    partial = path.with_name(f".{path.name}.partial")
+def _load_lora(transformer: QwenImageTransformer2DModel, lora: Path) -> None:
+    bare = diffusers.QwenImageEditPipeline(None, None, None, None, None, transformer)
     try:
-        image.save(partial, format=Image.registered_extensions()[path.suffix.lower()], pnginfo=about)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _check_adapter(lora: Path) -> None:
-    if not (lora / ADAPTER_FILE).is_file():
-        raise UsageError(
-            "no adapter in this folder", where=lora, expected=ADAPTER_FILE, hint="give a checkpoint-NNNNNN folder"
-        )
-
-
-def _load_lora(pipeline: DiffusionPipeline, lora: Path) -> None:
-    try:
-        pipeline.load_lora_weights(lora, weight_name=ADAPTER_FILE, local_files_only=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+            bare.load_lora_weights(lora, weight_name=ADAPTER_FILE, local_files_only=True)
     except (ValueError, RuntimeError, OSError) as error:
-        raise UsageError(
-            "the adapter does not fit this model", where=lora / ADAPTER_FILE, found=str(error).splitlines()[0]
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise UsageError("the adapter does not fit this model", where=lora / ADAPTER_FILE, found=reason) from error
+    transformer.set_adapter(list(transformer.peft_config))
+    transformer.eval()  # an adapter comes in training mode, in which it drops some of its input
 
 
 @contextmanager

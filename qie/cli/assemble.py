@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from qie.cli.common import quiet_libraries
 from qie.config import Config, required
@@ -19,8 +21,7 @@ from qie.encode.text import check_prompt
 from qie.errors import RowError, UsageError
 from qie.paths import local_path
 from qie.predict import Painter
-from qie.pretrained import ENCODERS, open_checkpoint
-from qie.recipe import Recipe
+from qie.pretrained import ENCODERS, Checkpoint, open_checkpoint
 
 
 def open_encoder(config: Config) -> Encoder:
@@ -113,32 +114,74 @@ def open_painter(config: Config, lora: Path | None) -> Painter:
     )
     return Painter(
         checkpoint,
-        Encoder.open(checkpoint, vae_device=vae_device, text_device=text_device, options=_options(config)),
+        painting_encoder(config, checkpoint, vae_device, text_device),
         vae_device=vae_device,
         transformer_device=transformer_device,
         dtype=getattr(torch, resolve_dtype(config.cache.compute_dtype, transformer_device)),
         lora=lora,
+        adapters=config.model.adapters,
     )
 
 
-def check_prompts(prompt: str, negative_prompt: str) -> None:
-    """Raise UsageError when one of the prompts cannot be encoded. A blank negative prompt is the null prompt."""
-    for name, text in (("prompt", prompt), ("negative-prompt", negative_prompt)):
+def painting_encoder(
+    config: Config, checkpoint: Checkpoint, vae_device: torch.device, text_device: torch.device
+) -> Encoder:
+    """An encoder under the configuration's recipe, on other devices than those of section cache."""
+    return Encoder.open(checkpoint, vae_device=vae_device, text_device=text_device, options=_options(config))
+
+
+def check_prompts(prompt: str, negative_prompt: str, where: str = "--{}", negative: str = "negative-prompt") -> None:
+    """Raise UsageError when one of the prompts cannot be encoded. A blank negative prompt is the null prompt.
+
+    `where` names, with `prompt` or `negative` put in, the place that a prompt is from.
+    """
+    for name, text in (("prompt", prompt), (negative, negative_prompt)):
         try:
             if name == "prompt" or text.strip():
                 check_prompt(text)
         except RowError as error:
-            raise UsageError(error.what, where=f"--{name}", found=error.found, hint=error.hint) from error
+            raise UsageError(error.what, where=where.format(name), found=error.found, hint=error.hint) from error
 
 
-def read_images(paths: Iterable[str]) -> list[Image.Image]:
-    """Image files, decoded as rows are. Raises UsageError when one is missing or is no image."""
+def read_images(paths: Iterable[str], background: str, where: str | None = None) -> list[Image.Image]:
+    """Image files, decoded as rows are.
+
+    Args:
+        paths: the files.
+        background: colour behind transparent pixels.
+        where: configuration key that names them, for messages.
+
+    Raises:
+        UsageError: one is missing or is no image.
+    """
     images = []
     for path in paths:
+        place = f"{where}: {path}" if where else path
         try:
-            images.append(decode_image(local_path(path).read_bytes(), "the file", Recipe.background))
+            images.append(decode_image(local_path(path).read_bytes(), "the file", background))
         except OSError as error:
-            raise UsageError(f"the image cannot be read: {error.strerror}", where=path) from error
+            raise UsageError(f"the image cannot be read: {error.strerror}", where=place) from error
         except RowError as error:
-            raise UsageError(error.what, where=path, found=error.found) from error
+            raise UsageError(error.what, where=place, expected=error.expected, found=error.found) from error
     return images
+
+
+def check_output(path: Path) -> None:
+    """Raise UsageError when no image can be written to `path`: to be asked before the work, not after it."""
+    if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
+        raise UsageError("the ending names no image format", where=path, expected="such as .png or .jpg")
+    if not path.parent.is_dir() or path.is_dir():
+        raise UsageError("nothing can be written there", where=path, expected="a file in a folder that exists")
+
+
+def save_image(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:
+    """Write an image whole or not at all; a PNG carries `settings` as text under the name qie."""
+    check_output(path)
+    about = PngImagePlugin.PngInfo()
+    about.add_itxt("qie", json.dumps(settings, ensure_ascii=False))
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        image.save(partial, format=Image.registered_extensions()[path.suffix.lower()], pnginfo=about)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import logging
 import os
 import sys
 import time
@@ -32,6 +33,7 @@ def explained(command: Command) -> Command:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         from qie.errors import QieError
 
+        _quiet_imports()
         try:
             return command(*args, **kwargs)
         except QieError as error:
@@ -49,6 +51,13 @@ def explained(command: Command) -> Command:
             sys.exit(130)
 
     return wrapper  # type: ignore[return-value]
+
+
+def _quiet_imports() -> None:
+    """What libraries say while they are imported, about parts of them that nobody asked for."""
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 def quiet_libraries() -> None:
@@ -75,6 +84,7 @@ class Progress:
     def __init__(self, what: str, total: int, unit: str, *, quiet: bool, every_s: float = 10.0) -> None:
         self._what, self._total, self._unit, self._every_s = what, total, unit, every_s
         self._done, self._started, self._printed = 0, time.monotonic(), time.monotonic()
+        self._before = 0
         self._bar: Any = None
         self._lines = not quiet and not sys.stderr.isatty()
         if not quiet and not self._lines:
@@ -89,13 +99,20 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
+    def begin(self, done: int, total: int) -> None:
+        """Of `total` units, `done` were done before."""
+        self._before, self._done, self._total, self._started = done, done, total, time.monotonic()
+        if self._bar is not None:
+            self._bar.reset(total)
+            self._bar.initial = self._bar.n = done
+
     def at(self, done: int, note: str = "") -> None:
         """`done` units are done; `note` stands behind the numbers."""
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(done - self._bar.n)
         elif self._lines and (time.monotonic() - self._printed >= self._every_s or done == self._total != self._done):
-            rate = done / max(time.monotonic() - self._started, 1e-9)
+            rate = (done - self._before) / max(time.monotonic() - self._started, 1e-9)
             left = f"{(self._total - done) / rate:.0f} s left" if rate else "?"
             rest = f", {note}" if note else ""
             line = f"{self._what}: {done}/{self._total} {self._unit}, {rate:.2f}/s, {left}{rest}"

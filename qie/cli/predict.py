@@ -36,21 +36,27 @@ def main(
     quiet: bool,
 ) -> None:
     """Paint: edit an image by an instruction, with the base model or with an adapter."""
-    from qie.cli.assemble import check_prompts, open_painter, read_images
+    from qie.cli.assemble import check_output, check_prompts, open_painter, read_images, save_image
     from qie.config import load_config
     from qie.paths import local_path
-    from qie.predict import check_output, save_image
 
     config = load_config(config_path, overrides)
     quiet_libraries()
     target = local_path(output)
     check_output(target)
-    controls = read_images(images)
+    controls = read_images(images, config.data.background)
     check_prompts(prompt, negative_prompt)
     painter = open_painter(config, local_path(lora) if lora else None)
     with Progress("painting", steps, "steps", quiet=quiet) as progress:
         image = painter.paint(
-            controls, prompt, negative_prompt=negative_prompt, steps=steps, cfg=cfg, seed=seed, on_step=progress.at
+            controls,
+            prompt,
+            negative_prompt=negative_prompt,
+            steps=steps,
+            cfg=cfg,
+            seed=seed,
+            on_step=progress.at,
+            keep_encoder=False,
         )
     save_image(
         image, target, {"prompt": prompt, "negative_prompt": negative_prompt, "steps": steps, "cfg": cfg, "seed": seed}

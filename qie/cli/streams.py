@@ -42,6 +42,12 @@ def training_stream(
     """
     cached = config.cache.use_cache and not config.cache.write_through
     places = shards or ((config.cache.cache_dir,) if cached and config.cache.cache_dir else ())
+    if config.train.epochs and (follow or (config.cache.write_through and not places)):
+        raise UsageError(
+            "how long an epoch is will only be known when all shards are written",
+            where="train.epochs",
+            hint="give train.max_steps instead",
+        )
     settings = _settings(config, accelerator)
     if follow:
         yield _followed(config, family, places, settings, quiet)

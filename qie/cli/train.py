@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,12 @@ import click
 from qie.cli.common import Progress, config_option, explained, quiet_libraries, quiet_option, set_option
 
 if TYPE_CHECKING:
-    pass
+    from pathlib import Path
+
+    from accelerate import Accelerator
+
+    from qie.config import Config
+    from qie.training.journal import Listener
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,10 +42,10 @@ def main(
 
     Ctrl-C finishes the current step, saves a checkpoint and exits with 0; go on with --resume latest.
     """
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-
+    from qie.cli.samples import open_samples
     from qie.cli.streams import training_stream
     from qie.config import load_config
+    from qie.paths import local_path
     from qie.pretrained import open_checkpoint
     from qie.training.loop import train
 
@@ -48,14 +54,9 @@ def main(
         config.model.pretrained_model_name_or_path, config.model.family, components=("transformer", "scheduler")
     )
     quiet_libraries()
-    accelerator = Accelerator(
-        # The last block's text stream feeds nothing: adapters on it never get a gradient, for which DDP would wait.
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-        mixed_precision=config.train.mixed_precision,
-        log_with=config.logging.report_to or None,
-        project_dir=config.train.output_dir,
-    )
-    quiet = quiet or not accelerator.is_main_process
+    accelerator = _accelerator(config)
+    main_process, sharded = accelerator.is_main_process, accelerator.distributed_type == "FSDP"
+    quiet = quiet or not main_process
     with (
         training_stream(config, checkpoint.family.name, shards, accelerator, follow=follow, quiet=quiet) as stream,
         Progress("training", config.train.max_steps, "steps", quiet=quiet) as progress,
@@ -66,12 +67,51 @@ def main(
             stream,
             accelerator,
             resume=resume,
-            on_step=lambda metrics: progress.at(metrics.step, f"loss {metrics.loss:.4f}"),
-            on_validation=lambda step, loss: progress.say(f"step {step}: validation loss {loss:.4f}"),
+            # Shards of a model compute together; elsewhere one process paints, and the others need no encoder.
+            paint=open_samples(config, accelerator.device) if main_process or sharded else None,
+            listener=_listener(progress, local_path(config.train.output_dir)),
         )
-    if accelerator.is_main_process:
+    if main_process:
         state = "stopped" if outcome.interrupted else "done"
         click.echo(f"{state} after {outcome.step} steps; adapter and state in {outcome.checkpoint}")
+
+
+def _listener(progress: Progress, output_dir: Path) -> Listener:
+    from qie.cli.samples import save_samples
+    from qie.training.journal import Listener
+
+    return Listener(
+        start=progress.begin,
+        step=lambda metrics: progress.at(metrics.step, metrics.line),
+        validation=lambda step, found: progress.say(f"step {step}: validation loss {found.loss:.4f}"),
+        images=lambda step, images: save_samples(images, output_dir, step),
+        say=progress.say,
+    )
+
+
+def _accelerator(config: Config) -> Accelerator:
+    """Device, precision, processes and trackers; accelerate launch tells of them by its environment variables."""
+    import torch
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from qie.training.tracking import require_trackers
+
+    require_trackers(config.logging.report_to)
+    sharding = None
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and config.train.mixed_precision == "bf16":
+        # accelerate's own policy would add up gradients in bfloat16; DDP adds those of a LoRA in float32.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        sharding = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+    return Accelerator(
+        # The last block's text stream feeds nothing: adapters on it never get a gradient, for which DDP would wait.
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+        mixed_precision=config.train.mixed_precision,
+        fsdp_plugin=sharding,
+        log_with=config.logging.report_to or None,
+        project_dir=config.train.output_dir,
+    )
 
 
 if __name__ == "__main__":  # accelerate launch --module qie.cli.train

@@ -12,7 +12,7 @@ from qie.config.section import Fraction, LocalPath, Place, Section, word
 class SourceConfig(Section):
     """One of several sources."""
 
-    source: Place
+    source: Place = Field(description="Rows: whatever qie.open_source understands.")
     name: str | None = Field(None, description="In messages and indexes; default: the last part of the path.")
     weight: PositiveFloat = Field(1.0, description="How often its rows are drawn in training, against the others'.")
 
@@ -78,8 +78,8 @@ class DataConfig(Section):
 class KeepConfig(Section):
     """What of the samples stays in memory after its first use, for datasets that fit."""
 
-    latents: Literal["none", "cpu", "gpu"] = "none"
-    embeds: Literal["none", "cpu", "gpu"] = "none"
+    latents: Literal["none", "cpu", "gpu"] = Field("none", description="Where latents, of targets and controls, stay.")
+    embeds: Literal["none", "cpu", "gpu"] = Field("none", description="Where prompts' embeddings stay.")
     budget_bytes: PositiveInt = Field(8 * 10**9, description="Altogether; what comes when it is spent is not kept.")
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from qie.paths import local_path
 from qie.stores import scheme_of
 
-LocalPath = Annotated[str, AfterValidator(lambda place: str(local_path(place)))]
-Place = Annotated[str, AfterValidator(lambda place: place if scheme_of(place) else str(local_path(place)))]
+LocalPath = Annotated[
+    str, AfterValidator(lambda place: str(local_path(place))), WithJsonSchema({"type": "string", "format": "path"})
+]
+Place = Annotated[
+    str,
+    AfterValidator(lambda place: place if scheme_of(place) else str(local_path(place))),
+    WithJsonSchema({"type": "string", "format": "path or URL"}),
+]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 

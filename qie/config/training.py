@@ -16,13 +16,15 @@ class LoraConfig(Section):
 
     r: PositiveInt = Field(16, description="Rank.")
     lora_alpha: PositiveFloat = Field(32, description="The adapter's output is scaled by lora_alpha / r.")
-    lora_dropout: Fraction = 0.0
+    lora_dropout: Fraction = Field(0.0, description="How often an input of the adapter is zero.")
     target_modules: list[str] | str = Field(
         ["to_q", "to_k", "to_v", "to_out.0"], description="Module name endings, or one regular expression."
     )
     use_rslora: bool = Field(False, description="Scale by lora_alpha / √r instead.")
     use_dora: bool = Field(False, description="Train the length of each weight column apart from its direction.")
-    init_lora_weights: Literal["gaussian", "kaiming", "orthogonal"] = "gaussian"
+    init_lora_weights: Literal["gaussian", "kaiming", "orthogonal"] = Field(
+        "gaussian", description="How it begins; whichever, it changes nothing before the first step."
+    )
     continue_from: LocalPath | None = Field(
         None, description="Begin with the weights of this adapter: a checkpoint's folder, or a LoRA of diffusers."
     )
@@ -32,7 +34,7 @@ class AdapterConfig(Section):
     """A further adapter, which stays as it is and is part of the model while it is trained."""
 
     path: LocalPath = Field(description="A checkpoint's folder, or a LoRA of diffusers.")
-    scale: float = 1.0
+    scale: float = Field(1.0, description="Its output is multiplied by it.")
 
 
 class ModelConfig(Section):
@@ -46,8 +48,16 @@ class ModelConfig(Section):
         None, description="How the transformer's linear layers are stored, under a LoRA; needs the extra quant."
     )
     attention_backend: str | None = Field(
-        None, description="A backend of diffusers, such as native, flash or sage; null: what diffusers chooses."
+        None, description="A backend of diffusers, such as native, _native_cudnn or flex; null: what diffusers chooses."
     )
+
+    @model_validator(mode="after")
+    def _check_base(self) -> ModelConfig:
+        if self.lora is None and self.quantize:
+            raise ValueError("a quantised transformer cannot be trained itself: quantize needs lora")
+        if self.lora is None and self.adapters:
+            raise ValueError("where all weights are trained there is no place for adapters: adapters needs lora")
+        return self
 
 
 class TrainConfig(Section):
@@ -59,7 +69,9 @@ class TrainConfig(Section):
     gradient_checkpointing: bool | PositiveInt = Field(
         True, description="Compute blocks' activations again instead of keeping them; n: those of every n-th block."
     )
-    mixed_precision: Annotated[Literal["no", "bf16"], word("no")] = "bf16"
+    mixed_precision: Annotated[Literal["no", "bf16"], word("no")] = Field(
+        "bf16", description="In which the model computes, and what is frozen is kept; no is float32."
+    )
     trained_dtype: Literal["float32", "bfloat16"] = Field("float32", description="In which trained weights are kept.")
     max_grad_norm: PositiveFloat | None = Field(1.0, description="Longer gradients are scaled down to it; null: none.")
     max_nonfinite_steps: PositiveInt = Field(
@@ -72,8 +84,10 @@ class TrainConfig(Section):
     offload_blocks: NonNegativeInt = Field(
         0, description="So many blocks wait in host memory until they are computed; they are checkpointed."
     )
-    seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
-    output_dir: LocalPath = "runs/edit"
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(
+        0, description="Of the order of samples, noise, dropout and the first weights: equal seeds are equal runs."
+    )
+    output_dir: LocalPath = Field("runs/edit", description="Where checkpoints, metrics and samples go.")
     checkpoint_every: PositiveInt = Field(500, description="Steps between checkpoints; the last step always has one.")
     keep_last: PositiveInt | None = Field(None, description="Keep this many of the latest checkpoints; null: all.")
     keep_every: PositiveInt | None = Field(None, description="Keep those of every so many steps in any case.")
@@ -99,8 +113,8 @@ class SchedulerConfig(Section):
 
     scheduler_type: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
-    ] = "cosine"
-    warmup_steps: NonNegativeInt = 100
+    ] = Field("cosine", description="How the learning rate goes down after the warmup, until the last step.")
+    warmup_steps: NonNegativeInt = Field(100, description="Steps in which it grows from 0; constant has none.")
     num_cycles: PositiveInt = Field(1, description="Of cosine_with_restarts.")
     power: PositiveFloat = Field(1.0, description="Of polynomial.")
     class_path: str | None = Field(
@@ -112,35 +126,35 @@ class SchedulerConfig(Section):
 class LossConfig(Section):
     """Flow matching: which noise levels, how weighted."""
 
-    timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "logit_normal"
-    logit_mean: float = Field(0.0, description="Of logit_normal.")
+    timestep_sampling: Literal["uniform", "logit_normal", "mode"] = Field(
+        "logit_normal", description="From what noise levels are drawn, before the shift."
+    )
+    logit_mean: float = Field(0.0, description="Of logit_normal: above 0, more noise.")
     logit_std: PositiveFloat = Field(1.0, description="Of logit_normal.")
     mode_scale: float = Field(1.29, description="Of mode.")
     shift: Literal["none", "dynamic"] | PositiveFloat = Field(
         "dynamic", description="dynamic is the scheduler's own, by image size; a number is a static shift."
     )
-    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
-    kind: Literal["mse", "huber"] = "mse"
-    huber_delta: PositiveFloat = Field(1.0, description="Errors beyond it count linearly.")
-    mask_foreground_weight: NonNegativeFloat = Field(1.0, description="Weight of a mask's bright parts.")
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
+        "none", description="How noise levels weigh; the names are those of SD3 in diffusers."
+    )
+    kind: Literal["mse", "huber"] = Field("mse", description="huber counts large errors less.")
+    huber_delta: PositiveFloat = Field(1.0, description="Of huber: errors beyond it count linearly.")
+    mask_foreground_weight: PositiveFloat = Field(1.0, description="Weight of a mask's bright parts.")
     mask_background_weight: NonNegativeFloat = Field(
         1.0, description="Weight of what a mask leaves dark. Only the ratio to the foreground's matters."
     )
-
-    @model_validator(mode="after")
-    def _check_weights(self) -> LossConfig:
-        if self.mask_foreground_weight == self.mask_background_weight == 0:
-            raise ValueError("mask_foreground_weight and mask_background_weight are both 0")
-        return self
 
 
 class SampleConfig(Section):
     """An image that is painted at each validation."""
 
-    images: Annotated[list[LocalPath], Field(min_length=1)]
-    prompt: str
-    negative_prompt: str = " "
-    seed: NonNegativeInt = 0
+    images: Annotated[list[LocalPath], Field(min_length=1)] = Field(
+        description="Images to edit: one, or several for edit_plus."
+    )
+    prompt: str = Field(description="The instruction.")
+    negative_prompt: str = Field(" ", description="What to steer away from.")
+    seed: NonNegativeInt = Field(0, description="Of the noise.")
 
 
 class ValidationConfig(Section):
@@ -156,9 +170,9 @@ class ValidationConfig(Section):
 class Devices(Section):
     """Where the components of qie-predict live. auto is the first GPU, or the CPU without one."""
 
-    vae: str = "auto"
-    text_encoder: str = "auto"
-    transformer: str = "auto"
+    vae: str = Field("auto", description="Such as cuda:0 or cpu.")
+    text_encoder: str = Field("auto", description="Such as cuda:1.")
+    transformer: str = Field("auto", description="Such as cuda:0.")
 
 
 class PredictConfig(Section):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -207,5 +208,6 @@ class FollowingStream(Stream):
             columns, seed=self.seed, epoch=0, global_batch_size=size, tail=self.tail, order="sequence", leave_out=mask
         )
 
+    @cached_property
     def _identity(self) -> dict[str, Any]:
         return self._settings() | {"samples": short_hash(self._first), "follow": self._growing.rows}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, get_args
 
 import numpy as np
@@ -97,11 +98,11 @@ class Stream(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         return self._iter_batches(endless=False)
 
-    def forever(self) -> Iterator[Batch]:
+    def forever(self) -> Generator[Batch]:
         """Batches from where the stream stands, epoch after epoch, without end or pause between them."""
         return self._iter_batches(endless=True)
 
-    def _iter_batches(self, *, endless: bool) -> Iterator[Batch]:
+    def _iter_batches(self, *, endless: bool) -> Generator[Batch]:
         if get_worker_info() is not None:
             raise UsageError(
                 "a stream is not for DataLoader workers: each would give every batch",
@@ -144,7 +145,7 @@ class Stream(IterableDataset[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands: two integers, and what they are only valid with."""
-        return {"epoch": self.epoch, "position": self.position, "of": self._identity()}
+        return {"epoch": self.epoch, "position": self.position, "of": self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, with any number of processes of the same global batch size.
@@ -154,7 +155,7 @@ class Stream(IterableDataset[Batch]):
         """
         if not {"epoch", "position", "of"} <= state.keys() or min(state["epoch"], state["position"]) < 0:
             raise UsageError("this is no position of a stream", found=state)
-        mine, theirs = self._identity(), state["of"]
+        mine, theirs = self._identity, state["of"]
         differing = [name for name in mine if mine[name] != theirs.get(name)]
         if differing:
             raise UsageError(
@@ -202,7 +203,9 @@ class Stream(IterableDataset[Batch]):
             )
         return self._plans[epoch]
 
+    @cached_property
     def _identity(self) -> dict[str, Any]:
+        """Hashed once: of many samples, to hash their keys takes longer than to read a batch."""
         return self._settings() | {"samples": short_hash(self.samples.digests)}
 
     def _settings(self) -> dict[str, Any]:

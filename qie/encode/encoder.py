@@ -110,8 +110,7 @@ class Encoder:
         """The row's sample, in host memory.
 
         Raises:
-            RowError: an image cannot be decoded, the prompt or the number of controls is refused, or an encoder gives
-                NaN or infinity.
+            RowError: an image, the prompt or the number of controls is refused, or an encoder gives NaN or infinity.
         """
         (sample,) = self.encode_together([row])
         if isinstance(sample, RowError):
@@ -147,6 +146,11 @@ class Encoder:
         pictures = [see(image, self.recipe).for_text(self.recipe) for image in images]
         seen = self.text.see(self.text.patches(pictures))
         return self.text.encode([seen], [prompt or NULL_PROMPT])[0].prompt
+
+    def release(self) -> None:
+        """Let go of the weights; what is encoded next loads them again."""
+        self.__dict__.pop("vae", None)
+        self.__dict__.pop("text", None)
 
     def _decode(self, row: Row) -> DecodedRow:
         decoded = decode_row(row, self.recipe, self._max_image_px)

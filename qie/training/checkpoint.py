@@ -1,89 +1,105 @@
 """Checkpoints: a folder from which training goes on as if it had never stopped.
 
     checkpoint-000500/
-        pytorch_lora_weights.safetensors    the adapter, in the format of diffusers
-        optimizer.safetensors               the optimizer's tensors
-        state.json                          everything else: step, stream position, schedule, optimizer's numbers
+        pytorch_lora_weights.safetensors    the adapter, in the format of diffusers; or transformer/, all weights
+        ema/                                the same of the averaged weights, with train.ema_decay
+        optimizer.safetensors               the optimizer's tensors, by the names of parameters
+        state.json                          everything else, and size and SHA-256 of each file
 
-A folder is written aside and renamed, so one that is there is complete. There is no pickle in it.
+A folder is written aside and renamed, so one that is there is complete. There is no pickle in it. Random numbers need
+no state: what is random in a step is a function of the seed, the step and the sample.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from diffusers import QwenImageTransformer2DModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from qie.errors import QieError, UsageError
 from qie.paths import local_path
-from qie.training.model import load_adapter, save_adapter
+from qie.stores import LocalFolder, StoreError
 
+STATE_FILE = "state.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands: optimizer steps done, and the stream's state."""
+def publish_checkpoint(output_dir: Path, step: int, write: Callable[[Path], dict[str, Any]]) -> Path:
+    """Write the checkpoint of a step; returns its folder.
 
-    step: int
-    stream: dict[str, Any]
+    Args:
+        output_dir: the run's folder.
+        step: optimizer steps done.
+        write: writes its files into a folder, and gives what state.json is to hold.
 
-
-def save_checkpoint(
-    output_dir: Path,
-    progress: Progress,
-    transformer: QwenImageTransformer2DModel,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-) -> Path:
-    """Write the checkpoint of `progress.step`; returns its folder."""
-    folder = output_dir / f"checkpoint-{progress.step:06d}"
+    Raises:
+        QieError: the disk is full, or refuses. What was there before stays.
+    """
+    folder = output_dir / f"checkpoint-{step:06d}"
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_adapter(transformer, partial)
-    tensors, numbers = _split_state(optimizer.state_dict())
-    save_file(tensors, partial / "optimizer.safetensors")
-    state = {"step": progress.step, "stream": progress.stream, "optimizer": numbers, "schedule": schedule.state_dict()}
-    (partial / "state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        for left in [*output_dir.glob("checkpoint-*.partial"), *output_dir.glob("checkpoint-*.removed")]:
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir()
+        state = write(partial)
+        state["files"] = {name: _settled_facts(partial / name) for name in _names(partial)}
+        LocalFolder(partial).write(STATE_FILE, json.dumps(state, indent=1).encode() + b"\n")
+        if folder.exists():
+            _remove(folder)
+        partial.rename(folder)
+    except (OSError, StoreError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        before = checkpoints(output_dir)
+        raise QieError(
+            "the checkpoint cannot be written",
+            where=folder,
+            found=error,
+            hint=f"make room and go on with --resume {before[-1] if before else 'latest'}",
+        ) from error
     return folder
 
 
-def load_checkpoint(
-    folder: Path,
-    transformer: QwenImageTransformer2DModel,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-) -> Progress:
-    """Put a checkpoint's state into the objects given; returns where the run stands.
+def read_state(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
+    """What `publish_checkpoint` was given for a checkpoint, whose files are there and whole.
+
+    Args:
+        folder: the checkpoint's.
+        hashes: compare their SHA-256, too; without, only their sizes.
 
     Raises:
-        QieError: a file is missing or damaged, or the adapter is another one.
+        QieError: a file is missing or damaged; names it, and the checkpoint before.
     """
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        load_adapter(transformer, folder)
-        tensors = load_file(folder / "optimizer.safetensors")
-        optimizer.load_state_dict(_joined_state(tensors, state["optimizer"]))
-        schedule.load_state_dict(state["schedule"])
-        return Progress(int(state["step"]), state["stream"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise QieError(
-            "the checkpoint is damaged or was not written by qie-train",
-            where=folder,
-            found=f"{type(error).__name__}: {error}",
-            hint="resume from the one before it: --resume DIR",
-        ) from error
+        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        files = state.pop("files")
+        for name, facts in files.items():
+            size = (folder / name).stat().st_size
+            if size != facts["size"] or (hashes and _facts(folder / name) != facts):
+                raise damaged(folder, f"{name} is not what was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"{type(error).__name__}: {error}") from error
+    return state
+
+
+def damaged(folder: Path, found: str) -> QieError:
+    """The error for a checkpoint that cannot be used; names the one before it."""
+    before = [path for path in checkpoints(folder.parent) if path.name < folder.name]
+    hint = f"go on from the one before: --resume {before[-1]}" if before else "start again, in another train.output_dir"
+    return QieError("the checkpoint is damaged or was not written by qie-train", where=folder, found=found, hint=hint)
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints in a run's folder, by their steps."""
+    found = {int(match[1]): path for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
+    return [found[step] for step in sorted(found)]
 
 
 def find_checkpoint(resume: str, output_dir: Path) -> Path:
@@ -94,28 +110,45 @@ def find_checkpoint(resume: str, output_dir: Path) -> Path:
     """
     if resume != "latest":
         folder = local_path(resume)
-        if not (folder / "state.json").is_file():
+        if not (folder / STATE_FILE).is_file():
             raise UsageError("no such checkpoint", where=folder, expected="a folder checkpoint-NNNNNN, or latest")
         return folder
-    found = {int(match[1]): path for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
+    found = checkpoints(output_dir)
     if not found:
         raise UsageError("there is no checkpoint to resume from", where=output_dir, hint="start without --resume")
-    return found[max(found)]
+    return found[-1]
 
 
-def _split_state(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's state as tensors by name, and the rest, which JSON can hold."""
-    tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[str, Any] = {}
-    for index, values in state["state"].items():
-        for name, value in values.items():
-            (tensors if isinstance(value, torch.Tensor) else numbers)[f"{index}.{name}"] = value
-    return tensors, {"values": numbers, "param_groups": state["param_groups"]}
+def remove_old(output_dir: Path, keep_last: int | None, keep_every: int | None) -> None:
+    """Remove all checkpoints but the last `keep_last` ones and those of every `keep_every` steps; None keeps all."""
+    if keep_last is None:
+        return
+    for folder in checkpoints(output_dir)[:-keep_last]:
+        step = int(folder.name.rpartition("-")[2])
+        if keep_every is None or step % keep_every:
+            _remove(folder)
 
 
-def _joined_state(tensors: dict[str, torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {}
-    for path, value in [*tensors.items(), *rest["values"].items()]:
-        index, _, name = path.partition(".")
-        state.setdefault(int(index), {})[name] = value
-    return {"state": state, "param_groups": rest["param_groups"]}
+def _remove(folder: Path) -> None:
+    """Out of sight first: half a checkpoint must not look like one."""
+    hidden = folder.with_suffix(".removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    with file.open("rb") as content:
+        return {"size": file.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+
+
+def _settled_facts(file: Path) -> dict[str, Any]:
+    """The same of a file whose bytes are on the disk: a rename may get there before what was written earlier."""
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors gives its files to their owner alone
+    with file.open("rb") as content:
+        os.fsync(content.fileno())
+    return _facts(file)

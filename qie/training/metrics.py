@@ -3,28 +3,109 @@
 from __future__ import annotations
 
 import json
+import math
+import resource
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import torch
+
 from qie.stores import LocalFolder
+from qie.training.flops import Architecture, peak_flops, step_flops
+from qie.types import Batch
 
 METRICS_FILE = "metrics.jsonl"
 
 
+LEVELS = 4
+"""In so many equal parts of (0, 1) are noise levels told apart."""
+
+
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one optimizer step reports. Times are wall clock, in seconds; `samples` are this process's."""
+    """What one optimizer step reports, of all processes together. Times are wall clock, in seconds.
+
+    Attributes:
+        step: steps done, with this one.
+        epoch: of its last batch.
+        loss: mean over the samples; not finite when the step was left out.
+        loss_by_level: mean over those in each part of the noise levels σ; None where there was none.
+        grad_norm: before it was clipped.
+        lr: of this step.
+        samples: how many.
+        samples_per_s, step_time_s: of the whole step; of it, `data_wait_s` went by waiting for batches.
+        peak_memory_bytes: most that this process has held on its GPU, or in host memory without one.
+        mfu: model FLOPs per second against what the GPUs can do; None when either is not known.
+    """
 
     step: int
     epoch: int
     loss: float
+    loss_by_level: tuple[float | None, ...]
     grad_norm: float
     lr: float
+    samples: int
+    samples_per_s: float
     step_time_s: float
     data_wait_s: float
-    samples: int
+    peak_memory_bytes: int
+    mfu: float | None
+
+    @property
+    def line(self) -> str:
+        """What stands behind a progress bar."""
+        waiting = 100 * self.data_wait_s / self.step_time_s
+        return f"loss {self.loss:.4f}, {self.samples_per_s:.2f} samples/s, waiting {waiting:.0f} %"
+
+
+def by_level(levels: torch.Tensor, losses: torch.Tensor) -> tuple[float | None, ...]:
+    """The mean of the losses [N] whose noise levels [N] lie in each part of (0, 1)."""
+    parts = (levels * LEVELS).long().clamp(0, LEVELS - 1)
+    return tuple(float(losses[parts == part].mean()) if bool((parts == part).any()) else None for part in range(LEVELS))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most that this process has held so far, on the GPU or else in host memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a step computes against what the device can: `peak` FLOP/s, None where that is not known."""
+
+    architecture: Architecture
+    all_trained: bool
+    peak: float | None
+
+    @classmethod
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        peak_tflops: float | None,
+        all_trained: bool,
+    ) -> Speed:
+        """From a transformer's config; `peak_tflops` goes before what is known of the device."""
+        peak = peak_tflops and peak_tflops * 1e12
+        if peak is None and device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(device), dtype)
+        return cls(Architecture.of(config), all_trained, peak)
+
+    def flops(self, batch: Batch) -> float:
+        """Of a training step on a batch, without what is computed again."""
+        latents = (batch.pixel_latent, *batch.control_latent)
+        tokens = sum(latent.shape[-2] * latent.shape[-1] // 4 for latent in latents)
+        of_one = step_flops(self.architecture, tokens, batch.prompt_embed.shape[1], all_trained=self.all_trained)
+        return len(batch) * of_one.model
+
+    def mfu(self, flops: float, seconds: float) -> float | None:
+        """Model FLOPs utilisation, 0 to 1."""
+        return None if self.peak is None else flops / seconds / self.peak
 
 
 class MetricsFile:
@@ -43,15 +124,16 @@ class MetricsFile:
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self._enabled:
             self._file.close()
 
     def write(self, values: dict[str, Any]) -> None:
         if self._enabled:
-            self._file.write(json.dumps(values) + "\n")
+            self._file.write(json.dumps({name: _plain(value) for name, value in values.items()}) + "\n")
 
     def _kept(self) -> list[str]:
         if self._first_step == 0 or not self._path.is_file():
@@ -68,3 +150,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return lines
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,33 +1,52 @@
-"""The transformer: loaded, given an adapter, and called on a batch. Also saves and loads adapters."""
+"""The transformer: loaded, and called on a batch."""
 
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline, QwenImageTransformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.training_utils import cast_training_params
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file
 
-from qie.config import LoraConfig as LoraSection
-from qie.errors import ConfigError, QieError
+from qie.errors import ConfigError
 from qie.pretrained import Checkpoint, loading
+from qie.training.quantize import Quantization, is_quantized, quantize_blocks
 from qie.types import Batch
 
-ADAPTER_FILE = "pytorch_lora_weights.safetensors"
-_PREFIX = "transformer."
 
+def load_transformer(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    quantize: Quantization | None = None,
+    attention_backend: str | None = None,
+    device: torch.device | None = None,
+) -> QwenImageTransformer2DModel:
+    """The checkpoint's transformer, frozen, on the CPU.
 
-def load_transformer(checkpoint: Checkpoint, dtype: torch.dtype) -> QwenImageTransformer2DModel:
-    """The checkpoint's transformer, frozen."""
+    Args:
+        checkpoint: with a transformer.
+        dtype: of the weights; of a quantised layer, that in which it computes.
+        quantize: how the blocks' linear layers are stored, see `quantize_blocks`.
+        attention_backend: a backend of diffusers that can be trained with; None leaves the choice to diffusers, which
+            has one for the whole process. Some, such as flash, take no mask: with them a batch is one sample.
+        device: where the blocks' linear layers are quantised, and stay.
+
+    Raises:
+        ModelError: it cannot be loaded.
+        ConfigError: a package is missing, or there is no such backend.
+    """
     folder = checkpoint.component("transformer")
     with loading(folder):
-        return QwenImageTransformer2DModel.from_pretrained(
-            folder, torch_dtype=dtype, use_safetensors=True
-        ).requires_grad_(False)
+        transformer = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
+    transformer.requires_grad_(False)
+    if quantize is not None:
+        quantize_blocks(transformer, quantize, device)
+    if attention_backend is not None:
+        _set_attention_backend(transformer, attention_backend)
+    return transformer
 
 
 def load_scheduler(checkpoint: Checkpoint) -> FlowMatchEulerDiscreteScheduler:
@@ -48,72 +67,51 @@ def load_shift(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def add_lora(transformer: QwenImageTransformer2DModel, section: LoraSection, seed: int) -> None:
-    """Add a trainable adapter in float32, initialised from `seed`.
+def train_everything(transformer: QwenImageTransformer2DModel, dtype: torch.dtype) -> None:
+    """Make all weights trainable, kept in `dtype`.
 
     Raises:
-        ConfigError: a target names no module; the nearest names are given.
+        ConfigError: they are quantised, and steps are smaller than what is between two values; or there are adapters,
+            which would no longer fit the weights that they were made for.
     """
-    names = {name.rpartition(".")[2] for name, _ in transformer.named_modules()} | {"to_out.0"}
-    if isinstance(section.target_modules, list):
-        for target in section.target_modules:
-            if not any(name == target or name.endswith(f".{target}") for name, _ in transformer.named_modules()):
-                near = difflib.get_close_matches(target, sorted(names - {""}), n=3, cutoff=0.6)
-                raise ConfigError(
-                    "a LoRA target names no module of the transformer",
-                    where="model.lora.target_modules",
-                    expected=f"such as {', '.join(near or ['to_q', 'to_k', 'to_v', 'to_out.0'])}",
-                    found=target,
-                )
-    torch.manual_seed(seed)
-    config = LoraConfig(
-        r=section.r,
-        lora_alpha=section.lora_alpha,
-        lora_dropout=section.lora_dropout,
-        target_modules=section.target_modules,
-        init_lora_weights="gaussian",
-    )
-    try:
-        transformer.add_adapter(config)
-    except ValueError as error:
+    if getattr(transformer, "peft_config", None):
         raise ConfigError(
-            "the LoRA targets fit no module of the transformer",
-            where="model.lora.target_modules",
-            found=section.target_modules,
-            hint="an expression has to match a module's whole name, such as .*attn.to_q",
-        ) from error
-    cast_training_params(transformer, dtype=torch.float32)
-
-
-def save_adapter(transformer: QwenImageTransformer2DModel, folder: Path) -> None:
-    """Write the adapter in the format of diffusers: `pipe.load_lora_weights(folder)` loads it, alpha included."""
-    metadata = transformer.peft_config["default"].to_dict()
-    # Sets have no order of their own: sorted, equal adapters are equal files.
-    metadata = {name: sorted(value) if isinstance(value, set) else value for name, value in metadata.items()}
-    QwenImageEditPipeline.save_lora_weights(
-        folder,
-        transformer_lora_layers=get_peft_model_state_dict(transformer),
-        transformer_lora_adapter_metadata=metadata,
-    )
-
-
-def load_adapter(transformer: QwenImageTransformer2DModel, folder: Path) -> None:
-    """Put a saved adapter's weights into the adapter that `transformer` has.
-
-    Raises:
-        QieError: the file's tensors are not those of this adapter.
-    """
-    saved = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
-    mine = get_peft_model_state_dict(transformer)
-    if saved.keys() != mine.keys() or any(saved[name].shape != mine[name].shape for name in mine):
-        raise QieError(
-            "the saved adapter has other tensors than this run's",
-            where=folder / ADAPTER_FILE,
-            expected=f"{len(mine)} tensors of model.lora r={transformer.peft_config['default'].r}",
-            found=f"{len(saved)} tensors, {len(saved.keys() & mine.keys())} of the same names",
-            hint="resume with the model.lora that the run was started with",
+            "all weights are trained, and adapters are on them",
+            where="model.adapters",
+            expected="none, or an adapter that is trained beside them: model.lora",
+            found=f"{len(transformer.peft_config)} adapters; model.lora is null",
+            hint="merge them into the model first",
         )
-    set_peft_model_state_dict(transformer, saved)
+    if is_quantized(transformer):
+        raise ConfigError(
+            "a quantised transformer cannot be trained itself",
+            where="model.quantize",
+            expected="null, or an adapter on it: model.lora",
+            found="model.lora is null",
+        )
+    transformer.requires_grad_(True)
+    cast_training_params(transformer, dtype=dtype)
+
+
+def _set_attention_backend(transformer: QwenImageTransformer2DModel, name: str) -> None:
+    key = "model.attention_backend"
+    names = [backend.value for backend in AttentionBackendName if "sage" not in backend.value]
+    # Those of the hub are programs that are downloaded to be run.
+    names = [other for other in names if not other.endswith("_hub")]
+    if name not in names:
+        known = name in [backend.value for backend in AttentionBackendName]
+        raise ConfigError(
+            "this attention backend downloads its program, or cannot be trained with"
+            if known
+            else "no such attention backend",
+            where=key,
+            expected=", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names),
+            found=name,
+        )
+    try:
+        transformer.set_attention_backend(name)
+    except (RuntimeError, ValueError, ImportError) as error:
+        raise ConfigError("the attention backend cannot be used here", where=key, found=f"{name}: {error}") from error
 
 
 def velocity(

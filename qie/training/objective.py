@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+from torch.nn.functional import huber_loss, mse_loss, pad
 
 from qie.types import Batch
 
@@ -29,27 +30,52 @@ def generator(seed: int, step: int, key: str, what: str) -> torch.Generator:
 
 def draw_noise(seed: int, step: int, keys: Sequence[str], shape: Sequence[int]) -> torch.Tensor:
     """Standard normal noise, [B, *shape]."""
-    return torch.stack([torch.randn(tuple(shape), generator=generator(seed, step, key, "noise")) for key in keys])
+    noise = torch.empty(len(keys), *shape, dtype=torch.float32)
+    for slot, key in zip(noise, keys, strict=True):
+        slot.normal_(generator=generator(seed, step, key, "noise"))
+    return noise
 
 
-def draw_sigmas(seed: int, step: int, keys: Sequence[str], sampling: str) -> torch.Tensor:
-    """Noise levels before the shift, [B] in (0, 1).
+def draw_sigmas(
+    seed: int,
+    step: int,
+    keys: Sequence[str],
+    sampling: str,
+    *,
+    logit_mean: float = 0.0,
+    logit_std: float = 1.0,
+    mode_scale: float = 1.29,
+) -> torch.Tensor:
+    """Noise levels before the shift, [B] in [0.001, 1].
 
-    `sampling` is uniform, logit_normal (mean 0, deviation 1) or mode (scale 1.29): the densities of Esser et al. 2024,
-    arXiv:2403.03206, as diffusers computes them.
+    The densities are those of Esser et al. 2024, arXiv:2403.03206, section 3.1, as diffusers computes them. What is
+    drawn is the level itself, as there: a positive `logit_mean` means more noise. (Training scripts of diffusers use
+    the draw as an index into falling levels, which turns that around.)
+
+    Args:
+        seed, step, keys: all that the draws depend on.
+        sampling: uniform, logit_normal or mode.
+        logit_mean, logit_std: of the normal distribution whose sigmoid logit_normal is.
+        mode_scale: of mode; above 0 prefers middle levels, below 0 the ends.
     """
     draws = [
         compute_density_for_timestep_sampling(
-            sampling, 1, logit_mean=0.0, logit_std=1.0, mode_scale=1.29, generator=generator(seed, step, key, "sigma")
+            sampling,
+            1,
+            logit_mean=logit_mean,
+            logit_std=logit_std,
+            mode_scale=mode_scale,
+            generator=generator(seed, step, key, "sigma"),
         )
         for key in keys
     ]
-    return torch.cat(draws).clamp(min=1e-6)  # a weighting may divide by it
+    # A weighting may divide by it: from the least level of diffusers' schedules on. A large mode_scale leaves [0, 1].
+    return torch.cat(draws).clamp(1e-3, 1.0)
 
 
-def draw_dropped(seed: int, step: int, keys: Sequence[str], rate: float) -> torch.Tensor:
-    """Which samples lose their prompt in this step, [B] bool."""
-    draws = [torch.rand((), generator=generator(seed, step, key, "caption dropout")) for key in keys]
+def draw_dropped(seed: int, step: int, keys: Sequence[str], rate: float, what: str) -> torch.Tensor:
+    """Which samples lose their `what` (prompt, controls) in this step, [B] bool: each `what` by its own chance."""
+    draws = [torch.rand((), generator=generator(seed, step, key, f"{what} dropout")) for key in keys]
     return torch.stack(draws) < rate
 
 
@@ -79,31 +105,46 @@ def flow_loss(
     sigmas: torch.Tensor,
     *,
     weighting: str = "none",
+    huber_delta: float | None = None,
     pixel_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Loss of each sample, [B]: mean squared error against the velocity ε − x₀, in float32.
+    """Loss of each sample, [B]: mean error against the velocity ε − x₀, in float32.
 
     Args:
         prediction, latent, noise: [B, C, 1, H, W].
         sigmas: [B].
         weighting: none, sigma_sqrt or cosmap (arXiv:2403.03206).
+        huber_delta: None for the squared error e²; else torch's Huber loss: e²/2, and δ(|e| − δ/2) where |e| > δ.
         pixel_weight: [B, H, W], 1 on average over each sample; see `mask_weight`.
     """
-    error: torch.Tensor = (prediction.float() - (noise.float() - latent.float())).square()
+    found, target = prediction.float(), noise.float() - latent.float()
+    if huber_delta is None:
+        error = mse_loss(found, target, reduction="none")
+    else:
+        error = huber_loss(found, target, reduction="none", delta=huber_delta)
     if pixel_weight is not None:
         error = error * pixel_weight[:, None, None]
     level_weight: torch.Tensor = compute_loss_weighting_for_sd3(weighting, sigmas)
     return error.flatten(1).mean(1) * level_weight
 
 
-def mask_weight(loss_mask: torch.Tensor, background_weight: float) -> torch.Tensor:
-    """[B, H, W] uint8 masks to weights: 1 where fully covered, `background_weight` where not, scaled to a mean of 1.
+def mask_weight(loss_mask: torch.Tensor, foreground_weight: float, background_weight: float) -> torch.Tensor:
+    """Weights of [B, H, W] uint8 masks: `foreground_weight` where fully covered, `background_weight` where not.
 
-    A mask that is dark everywhere, with a background weight of 0, weighs nothing.
+    Between them by degree, and scaled to a mean of 1 over each sample. What weighs nothing anywhere weighs nothing.
     """
     covered = loss_mask.float() / 255
-    weight = background_weight + (1 - background_weight) * covered
-    return weight / weight.mean((1, 2), keepdim=True).clamp(min=1e-6)
+    weight = foreground_weight * covered + background_weight * (1 - covered)
+    mean = weight.mean((1, 2), keepdim=True)
+    return weight / torch.where(mean > 0, mean, 1.0)
+
+
+def drop_controls(control_latent: tuple[torch.Tensor, ...], dropped: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Control latents with zeros in place of all controls of the dropped samples, [B] bool."""
+    if not bool(dropped.any()):
+        return control_latent
+    dropped = dropped.to(control_latent[0].device).view(-1, 1, 1, 1, 1)
+    return tuple(latent.masked_fill(dropped, 0) for latent in control_latent)
 
 
 def drop_captions(batch: Batch, dropped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -124,5 +165,4 @@ def drop_captions(batch: Batch, dropped: torch.Tensor) -> tuple[torch.Tensor, to
 def _padded(embeds: torch.Tensor, mask: torch.Tensor | None, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     missing = length - embeds.shape[1]
     mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device) if mask is None else mask
-    pad = torch.nn.functional.pad
     return pad(embeds, (0, 0, 0, missing)), pad(mask, (0, missing))

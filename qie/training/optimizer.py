@@ -1,15 +1,20 @@
-"""Optimizers by their import path."""
+"""Optimizers and learning-rate schedules by their names, and an optimizer's state by the names of parameters."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from diffusers.optimization import get_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from qie.config import OptimizerConfig
+from qie.config import OptimizerConfig, SchedulerConfig
 from qie.errors import ConfigError
+from qie.training.sharding import like, whole
 
 
 def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -18,24 +23,116 @@ def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Param
     Raises:
         ConfigError: there is no such class, it is no optimizer, or it refuses `optimizer.init_args`.
     """
-    module, _, name = section.class_path.rpartition(".")
+    key = "optimizer.class_path"
+    found = _named(section.class_path, torch.optim.Optimizer, key, "torch.optim.AdamW")
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError("the optimizer evaluates the loss itself", where=key, found=section.class_path)
+    if hasattr(found, "eval"):
+        raise ConfigError(
+            "the optimizer keeps other weights for training than for use, which a checkpoint cannot hold",
+            where=key,
+            found=section.class_path,
+            hint="such as prodigyopt.Prodigy or torch.optim.AdamW; train.ema_decay averages weights, too",
+        )
+    optimizer: torch.optim.Optimizer = _made(found, (parameters,), section.init_args, "optimizer.init_args")
+    return optimizer
+
+
+def make_schedule(section: SchedulerConfig, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+    """The schedule of `lr_scheduler` for a run of `steps`.
+
+    Raises:
+        ConfigError: there is no such class, it refuses its arguments, or it wants to see the loss.
+    """
+    if section.class_path is None:
+        return get_scheduler(  # type: ignore[no-any-return]
+            section.scheduler_type,
+            optimizer,
+            num_warmup_steps=section.warmup_steps,
+            num_training_steps=steps,
+            num_cycles=section.num_cycles,
+            power=section.power,
+        )
+    key = "lr_scheduler.class_path"
+    found = _named(section.class_path, LRScheduler, key, "torch.optim.lr_scheduler.OneCycleLR")
+    if issubclass(found, ReduceLROnPlateau):
+        raise ConfigError("the schedule wants to see a loss", where=key, found=section.class_path)
+    schedule: LRScheduler = _made(found, (optimizer,), section.init_args, "lr_scheduler.init_args")
+    try:
+        json.dumps(schedule.state_dict())
+    except TypeError as error:
+        raise ConfigError(
+            "the schedule's state cannot be saved", where=key, found=f"{section.class_path}: {error}"
+        ) from error
+    return schedule
+
+
+def _named(path: str, kind: type, key: str, example: str) -> Any:
+    module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            "no such optimizer",
-            where="optimizer.class_path",
-            found=section.class_path,
-            expected="such as torch.optim.AdamW",
+            "no such class", where=key, found=f"{path} ({error})", expected=f"such as {example}"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ConfigError("not an optimizer", where="optimizer.class_path", found=section.class_path)
-    closure = inspect.signature(found.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            "the optimizer evaluates the loss itself", where="optimizer.class_path", found=section.class_path
-        )
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"not of the right kind: no {kind.__name__}", where=key, found=path)
+    return found
+
+
+def _made(found: Any, first: tuple[Any, ...], arguments: Mapping[str, Any], key: str) -> Any:
     try:
-        return found(parameters, **section.init_args)
+        return found(*first, **arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError("the optimizer refuses its arguments", where="optimizer.init_args", found=error) from error
+        raise ConfigError("the arguments are refused", where=key, found=error) from error
+
+
+def named_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """An optimizer's state by the names of its parameters: whole tensors, and the rest, which JSON can hold.
+
+    Every process has to ask for it. It means the same whichever processes hold the parameters, and in whatever order.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, Any] = {}
+
+    def put(path: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            tensors[path] = whole(value)
+        else:
+            numbers[path] = value
+
+    for number, group in enumerate(optimizer.param_groups):
+        for field, value in group.items():
+            if field != "params":
+                put(f"group {number}/{field}", value)
+        for parameter in group["params"]:
+            for field, value in optimizer.state.get(parameter, {}).items():
+                put(f"{names[id(parameter)]}/{field}", value)
+    return tensors, numbers
+
+
+def load_named_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    tensors: Mapping[str, torch.Tensor],
+    numbers: Mapping[str, Any],
+) -> None:
+    """Put back what `named_state` gave. Raises KeyError when a state is of no parameter of this run."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = {names[id(parameter)]: number for number, parameter in enumerate(order)}
+    state = optimizer.state_dict()
+    values: dict[int, dict[str, Any]] = {}
+    for path, value in [*tensors.items(), *numbers.items()]:
+        owner, _, field = path.rpartition("/")
+        if owner.startswith("group "):
+            state["param_groups"][int(owner.removeprefix("group "))][field] = value
+        else:
+            place = places[owner]
+            spread = like(value, order[place]) if isinstance(value, torch.Tensor) else value
+            values.setdefault(place, {})[field] = spread
+    optimizer.load_state_dict({"state": values, "param_groups": state["param_groups"]})

@@ -15,6 +15,7 @@ from qie.data.stream import Stream
 from qie.errors import UsageError
 from qie.precompute import precompute
 from qie.pretrained import open_checkpoint
+from qie.training.journal import Listener
 from qie.training.loop import train
 from tests.stubs import StubEncoder, StubSource
 
@@ -129,7 +130,7 @@ def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int 
         stream,
         Accelerator(cpu=True),
         resume="latest" if resume else None,
-        on_step=on_step,
+        listener=Listener(step=on_step),
     )
     return losses, outcome
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_shift
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import huber_loss
 from torch.testing import assert_close
 
 from qie.training.model import pack, unpack
@@ -20,6 +22,7 @@ from qie.training.objective import (
     draw_noise,
     draw_sigmas,
     drop_captions,
+    drop_controls,
     dynamic_shift,
     flow_loss,
     generator,
@@ -81,6 +84,7 @@ def test_a_dynamic_shift_is_that_of_diffusers_scheduler(tokens: int) -> None:
     scheduler.set_timesteps(sigmas=levels.tolist(), mu=mu)
     found = shift_sigmas(levels, dynamic_shift(tokens, **SHIFT))
     assert_close(found, scheduler.sigmas[:-1], rtol=1e-5, atol=0)
+    assert_close(found, scheduler.time_shift(mu, 1.0, levels), rtol=1e-5, atol=0)
 
 
 def test_a_shift_of_1_changes_nothing_and_the_ends_stay() -> None:
@@ -148,13 +152,51 @@ def test_each_weighting_follows_its_formula(weighting: str, formula: Callable[[f
     assert_close(found / plain, torch.tensor([formula(sigma) for sigma in sigmas.tolist()]), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("weighting", ["none", "sigma_sqrt", "cosmap"])
+def test_each_weighting_is_that_of_diffusers(weighting: str) -> None:
+    latent, noise, prediction = (latents(4, 16, 1, 4, 6, seed=seed) for seed in range(3))
+    sigmas = torch.tensor([0.001, 0.3, 0.5, 1.0])
+    factor = compute_loss_weighting_for_sd3(weighting, sigmas)
+    # As the training scripts of diffusers write it.
+    error = factor.view(-1, 1, 1, 1, 1).float() * (prediction.float() - (noise - latent).float()) ** 2
+    found = flow_loss(prediction, latent, noise, sigmas, weighting=weighting)
+    assert_close(found, error.reshape(4, -1).mean(1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("delta", [0.05, 1.0, 3.0])
+def test_the_huber_loss_is_half_the_square_up_to_delta_and_a_line_beyond(delta: float) -> None:
+    latent, noise = latents(3, 16, 1, 4, 6), latents(3, 16, 1, 4, 6, seed=1)
+    off = latents(3, 16, 1, 4, 6, seed=2) * torch.tensor([0.1, 1.0, 10.0]).view(-1, 1, 1, 1, 1)
+    found = flow_loss(noise - latent + off, latent, noise, torch.full((3,), 0.5), huber_delta=delta)
+    size = off.double().abs()
+    expected = torch.where(size <= delta, size**2 / 2, delta * (size - delta / 2))
+    assert_close(found.double(), expected.flatten(1).mean(1), rtol=1e-4, atol=1e-7)
+
+
+def test_the_huber_loss_is_weighted_as_the_squared_one_and_lets_no_error_pull_harder_than_delta() -> None:
+    latent, noise, prediction = (latents(2, 16, 1, 4, 6, seed=seed) for seed in range(3))
+    sigmas, weight = torch.tensor([0.2, 0.8]), mask_weight(masks()[:2], 1.0, 0.5)
+    prediction.requires_grad_(True)
+    plain = flow_loss(prediction, latent, noise, sigmas, huber_delta=0.3)
+    plain.sum().backward()
+    assert prediction.grad.abs().max() * prediction[0].numel() == pytest.approx(0.3)
+    with torch.no_grad():
+        weighted = flow_loss(
+            prediction, latent, noise, sigmas, huber_delta=0.3, weighting="cosmap", pixel_weight=weight
+        )
+        each = huber_loss(prediction, noise - latent, reduction="none", delta=0.3)
+    expected = (each * weight[:, None, None]).flatten(1).mean(1) * 2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas**2))
+    assert_close(weighted, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("huber_delta", [None, 100.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_loss_is_computed_in_float32_whatever_it_is_given(dtype: torch.dtype) -> None:
+def test_the_loss_is_computed_in_float32_whatever_it_is_given(dtype: torch.dtype, huber_delta: float | None) -> None:
     prediction, latent, noise = (latents(2, 16, 1, 32, 32, seed=seed).to(dtype) for seed in range(3))
-    found = flow_loss(prediction, latent, noise, torch.tensor([0.2, 0.8]))
+    found = flow_loss(prediction, latent, noise, torch.tensor([0.2, 0.8]), huber_delta=huber_delta)
     assert found.dtype == torch.float32
     exact = (prediction.double() - (noise.double() - latent.double())).square().flatten(1).mean(1)
-    assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    assert_close(found.double() * (1 if huber_delta is None else 2), exact, rtol=1e-5, atol=0)
 
 
 def test_a_pixel_weight_of_1_changes_nothing_and_weights_count_where_they_are() -> None:
@@ -180,7 +222,7 @@ def masks() -> torch.Tensor:
 
 @pytest.mark.parametrize("background", [0.01, 0.1, 0.5, 1.0, 2.0, 10.0])
 def test_mask_weights_are_1_on_average_and_in_the_asked_proportion(background: float) -> None:
-    weight = mask_weight(masks(), background)
+    weight = mask_weight(masks(), 1.0, background)
     assert weight.dtype == torch.float32
     assert_close(weight.mean((1, 2)), torch.ones(5), rtol=1e-5, atol=0)
     assert float(weight[1, 0, 5] / weight[1, 0, 0]) == pytest.approx(background, rel=1e-5)
@@ -190,13 +232,34 @@ def test_mask_weights_are_1_on_average_and_in_the_asked_proportion(background: f
 
 
 def test_a_background_of_weight_0_leaves_what_the_mask_covers() -> None:
-    weight = mask_weight(masks()[:4], 0.0)
+    weight = mask_weight(masks()[:4], 1.0, 0.0)
     assert_close(weight.mean((1, 2)), torch.ones(4), rtol=1e-5, atol=0)
     assert (weight[1, :, 3:] == 0).all() and (weight[2] > 0).sum() == 1
 
 
-def test_a_mask_that_covers_nothing_gives_no_nan() -> None:
-    assert torch.isfinite(mask_weight(torch.zeros(1, 4, 6, dtype=torch.uint8), 0.0)).all()
+def test_a_foreground_of_weight_0_leaves_what_the_mask_does_not_cover() -> None:
+    assert_close(mask_weight(masks(), 0.0, 3.0), mask_weight(255 - masks(), 3.0, 0.0), rtol=1e-5, atol=1e-6)
+    assert (mask_weight(masks(), 0.0, 3.0)[1, :, :3] == 0).all()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 7.0, 1e6])
+def test_only_the_ratio_of_the_two_weights_matters(scale: float) -> None:
+    expected = mask_weight(masks(), 1.0, 0.2)
+    assert_close(mask_weight(masks(), scale, 0.2 * scale), expected, rtol=1e-5, atol=0)
+    assert not torch.allclose(mask_weight(masks(), 0.2, 1.0), expected, rtol=0.1)
+
+
+def test_a_mask_that_weighs_nothing_anywhere_weighs_nothing() -> None:
+    nothing, everything = torch.zeros(1, 4, 6, dtype=torch.uint8), torch.full((1, 4, 6), 255, dtype=torch.uint8)
+    assert (mask_weight(nothing, 1.0, 0.0) == 0).all()
+    assert (mask_weight(everything, 0.0, 1.0) == 0).all()
+
+
+def test_a_mask_that_covers_as_little_as_can_be_still_weighs_1_on_average() -> None:
+    mask = torch.zeros(1, 128, 128, dtype=torch.uint8)
+    mask[0, 5, 7] = 1
+    weight = mask_weight(mask, 1.0, 0.0)
+    assert float(weight.mean()) == pytest.approx(1.0) and float(weight[0, 5, 7]) == pytest.approx(128 * 128)
 
 
 # Tokens
@@ -244,7 +307,7 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(0)
     draw_noise(0, 0, KEYS, (16, 1, 4, 6))
     draw_sigmas(0, 0, KEYS, "logit_normal")
-    draw_dropped(0, 0, KEYS, 0.5)
+    draw_dropped(0, 0, KEYS, 0.5, "caption")
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -275,9 +338,9 @@ def test_a_samples_noise_is_the_same_alone_or_in_a_batch() -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_samples_level_and_dropout_are_the_same_alone_or_in_a_batch(sampling: str) -> None:
-    sigmas, dropped = draw_sigmas(3, 7, KEYS, sampling), draw_dropped(3, 7, KEYS, 0.5)
+    sigmas, dropped = draw_sigmas(3, 7, KEYS, sampling), draw_dropped(3, 7, KEYS, 0.5, "caption")
     assert torch.equal(torch.cat([draw_sigmas(3, 7, [key], sampling) for key in KEYS]), sigmas)
-    assert torch.equal(torch.cat([draw_dropped(3, 7, [key], 0.5) for key in KEYS]), dropped)
+    assert torch.equal(torch.cat([draw_dropped(3, 7, [key], 0.5, "caption") for key in KEYS]), dropped)
 
 
 def test_noise_differs_between_samples_steps_and_seeds() -> None:
@@ -299,8 +362,22 @@ def test_noise_is_standard_normal_within_a_sample_and_across_samples() -> None:
     assert_close(quantiles, torch.tensor([-1.96, -0.674, 0.0, 0.674, 1.96]), rtol=0, atol=0.02)
 
 
-def mode_level(u: float) -> float:
-    return 1 - u - 1.29 * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
+def test_a_samples_noise_is_torchs_own() -> None:
+    expected = torch.randn(16, 1, 4, 6, generator=generator(3, 7, KEYS[1], "noise"))
+    assert torch.equal(draw_noise(3, 7, KEYS, (16, 1, 4, 6))[1], expected)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_levels_are_those_of_diffusers_with_the_given_parameters(sampling: str) -> None:
+    given = {"logit_mean": 0.7, "logit_std": 0.4, "mode_scale": -0.6}
+    found = draw_sigmas(1, 2, KEYS, sampling, **given)
+    random = [generator(1, 2, key, "sigma") for key in KEYS]
+    expected = [compute_density_for_timestep_sampling(sampling, 1, generator=each, **given) for each in random]
+    assert torch.equal(found, torch.cat(expected))
+
+
+def mode_level(u: float, scale: float = 1.29) -> float:
+    return 1 - u - scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +398,38 @@ def test_levels_have_the_quantiles_of_their_density(sampling: str, quantile: Cal
     assert_close(torch.quantile(sigmas, shares), expected, rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "given", "quantile"),
+    [
+        ("logit_normal", {"logit_mean": 1.2, "logit_std": 0.5}, lambda z: 1 / (1 + math.exp(-(1.2 + 0.5 * z[1])))),
+        ("logit_normal", {"logit_mean": -0.5, "logit_std": 2.0}, lambda z: 1 / (1 + math.exp(-(-0.5 + 2.0 * z[1])))),
+        ("mode", {"mode_scale": -0.6}, lambda z: mode_level(1 - z[0], -0.6)),
+        ("mode", {"mode_scale": 0.0}, lambda z: z[0]),
+    ],
+)
+def test_the_parameters_of_a_density_move_its_quantiles(
+    sampling: str, given: dict[str, float], quantile: Callable[[tuple[float, float]], float]
+) -> None:
+    """A positive logit_mean means more noise, as in arXiv:2403.03206."""
+    sigmas = draw_sigmas(0, 0, [str(number) for number in range(6000)], sampling, **given)
+    shares = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+    pairs = zip(shares.tolist(), torch.special.ndtri(shares).tolist(), strict=True)
+    expected = torch.tensor([quantile(pair) for pair in pairs])
+    assert_close(torch.quantile(sigmas, shares), expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "given"),
+    [("mode", {"mode_scale": 20.0}), ("mode", {"mode_scale": -3.0}), ("logit_normal", {"logit_std": 40.0})],
+)
+def test_levels_stay_where_noise_and_weights_are_defined_whatever_the_parameters(
+    sampling: str, given: dict[str, float]
+) -> None:
+    sigmas = draw_sigmas(0, 0, [str(number) for number in range(500)], sampling, **given)
+    assert sigmas.min() >= 1e-3 and sigmas.max() <= 1
+    assert sigmas.min() == FlowMatchEulerDiscreteScheduler().sigmas.min(), "the least level of diffusers"
+
+
 def test_levels_are_as_spread_over_the_steps_of_one_sample_as_over_samples() -> None:
     sigmas = torch.cat([draw_sigmas(0, step, KEYS[:1], "uniform") for step in range(3000)])
     assert float(sigmas.mean()) == pytest.approx(0.5, abs=0.02)
@@ -330,7 +439,7 @@ def test_levels_are_as_spread_over_the_steps_of_one_sample_as_over_samples() -> 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 1.0])
 def test_as_many_captions_are_dropped_as_asked_for(rate: float) -> None:
-    dropped = draw_dropped(0, 0, [str(number) for number in range(4000)], rate)
+    dropped = draw_dropped(0, 0, [str(number) for number in range(4000)], rate, "caption")
     assert dropped.dtype == torch.bool
     share = float(dropped.float().mean())
     assert share == rate if rate in (0.0, 1.0) else share == pytest.approx(rate, abs=0.015)
@@ -338,16 +447,28 @@ def test_as_many_captions_are_dropped_as_asked_for(rate: float) -> None:
 
 def test_what_drops_with_a_low_rate_drops_with_a_higher_one_too() -> None:
     keys = [str(number) for number in range(500)]
-    assert not (draw_dropped(0, 0, keys, 0.1) & ~draw_dropped(0, 0, keys, 0.3)).any()
+    assert not (draw_dropped(0, 0, keys, 0.1, "caption") & ~draw_dropped(0, 0, keys, 0.3, "caption")).any()
 
 
-def test_dropout_does_not_follow_the_noise_level() -> None:
+def test_dropouts_follow_neither_the_noise_level_nor_each_other() -> None:
     keys = [str(number) for number in range(3000)]
-    pair = torch.stack([draw_sigmas(0, 0, keys, "uniform"), draw_dropped(0, 0, keys, 0.5).float()])
-    assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.05
+    dropouts = [draw_dropped(0, 0, keys, 0.5, what).float() for what in ("caption", "control")]
+    likeness = torch.corrcoef(torch.stack([draw_sigmas(0, 0, keys, "uniform"), *dropouts]))
+    assert (likeness - torch.eye(3)).abs().max() < 0.05
 
 
-# Caption dropout
+# Dropout
+
+
+def test_dropped_controls_are_zeros_in_all_controls_of_the_sample_and_others_stay() -> None:
+    controls = (latents(3, 16, 1, 4, 6), latents(3, 16, 1, 2, 8, seed=1).half())
+    controls[0][1, 0, 0, 0, 0] = math.nan
+    found = drop_controls(controls, torch.tensor([False, True, False]))
+    for before, after in zip(controls, found, strict=True):
+        assert (after[1] == 0).all() and after.dtype == before.dtype
+        assert torch.equal(after[[0, 2]], before[[0, 2]])
+        assert not (before[1] == 0).all(), "the batch stays as it was"
+    assert drop_controls(controls, torch.zeros(3, dtype=torch.bool)) is controls
 
 
 def batch(prompt_lengths: list[int], empty_lengths: list[int]) -> Batch:

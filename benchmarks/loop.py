@@ -1,0 +1,206 @@
+"""What the training loop costs beside the model and the optimizer. On the CPU.
+
+    python benchmarks/loop.py [--steps 40] [--runs 5]
+
+A stand-in for the transformer takes 100 ms for a forward pass, asleep, as a GPU would let the host sleep; its batches
+are of 1024² (one control, a prompt of 1,400 tokens), read from shards. Beside: the same model, loss and optimizer on
+one batch that is already there, in a bare loop: what reading, drawing noise and converting in the background take from
+a model that computes on the same two cores is in that difference, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+
+from qie.config import Config
+from qie.data import open_stream
+from qie.pretrained import Checkpoint
+from qie.recipe import FAMILIES, Recipe
+from qie.shards.index import Entry
+from qie.shards.record import encode
+from qie.shards.writer import ShardWriter
+from qie.training.journal import Journal, Listener
+from qie.training.objective import drop_captions
+from qie.training.run import Run
+from qie.training.step import Objective
+from qie.training.stopping import stop_requested
+from qie.types import Row, Sample
+
+STEP_S = 0.1
+SAMPLES, TOKENS, WIDTH = 24, 1400, 3584
+SAME = "0" * 64
+RECIPE = Recipe("edit", SAME, SAME, SAME, SAME, (1024 * 1024,), None, "float32", "float32", SAME, SAME)
+SCHEDULER = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "base_shift": 0.5,
+    "max_shift": 0.9,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 8192,
+}
+
+
+SIZES = {
+    "num_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "axes_dims_rope": [4, 6, 6],
+    "joint_attention_dim": 32,
+    "in_channels": 64,
+    "out_channels": 16,
+    "patch_size": 2,
+}
+
+
+class Asleep(torch.nn.Module):
+    """A transformer of one weight: its forward pass takes `STEP_S` and no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.zeros(()))
+        self.config: dict[str, Any] = SIZES
+
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor]:
+        time.sleep(STEP_S)
+        return (hidden_states * self.gain,)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the loop's own time")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--runs", type=int, default=5)
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    own, beside, waits = [], [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder)
+        for _ in range(options.runs):
+            with opened(folder) as run, Journal(run.config, run.accelerator, Listener(), 0) as journal, run.feed:
+                run.take_step()
+                bare = timed_bare(run, options.steps)
+                took, theirs, waited = timed_loop(run, journal, options.steps)
+            own.append(100 * (took - theirs) / STEP_S)
+            beside.append(100 * (took - bare) / STEP_S)
+            waits.append(100 * waited / STEP_S)
+    print(f"outside of model, loss and optimizer: {spread(own)} of 100 ms; waiting for batches, of it: {spread(waits)}")
+    print(f"a step beside a bare loop's: {spread(beside)} of 100 ms more")
+
+
+def spread(shares: list[float]) -> str:
+    return f"{statistics.median(shares):.2f} % ({min(shares):.2f} to {max(shares):.2f})"
+
+
+def timed_loop(run: Run, journal: Journal, steps: int) -> tuple[float, float, float]:
+    """Seconds of a step, as qie-train takes it; of it, those in model, loss and optimizer, and those of waiting."""
+    spent = [0.0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                spent[0] += time.perf_counter() - started
+
+        return call
+
+    with ExitStack() as patches:
+        for owner, name in (
+            (Objective, "losses"),
+            (run.accelerator, "backward"),
+            (run.accelerator, "clip_grad_norm_"),
+            (run._stepper, "step"),
+            (run._stepper, "zero_grad"),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
+        stopping = patches.enter_context(stop_requested(run.accelerator))
+        waited, started = 0.0, time.perf_counter()
+        for _ in range(steps):
+            metrics = run.take_step()
+            journal.step(metrics)
+            stopping()
+            waited += metrics.data_wait_s
+        return (time.perf_counter() - started) / steps, spent[0] / steps, waited / steps
+
+
+def write(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def half(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float32).half()
+
+    with ShardWriter(folder / "shards", 0, SAMPLES, RECIPE) as shard:
+        for number in range(SAMPLES):
+            row = Row(number, str(number), b"%d" % number, (b"",), "")
+            sample = Sample(
+                key=RECIPE.key(row),
+                prompt="make the sky a little darker",
+                pixel_latent=half(16, 1, 128, 128),
+                control_latent=(half(16, 1, 128, 128),),
+                prompt_embed=half(TOKENS, WIDTH),
+                prompt_embeds_mask=torch.ones(TOKENS, dtype=torch.bool),
+                empty_tail=half(5, WIDTH),
+                empty_prompt_embeds_mask=torch.ones(TOKENS - 24, dtype=torch.bool),
+                shared_prefix=TOKENS - 29,
+            )
+            shard.add(Entry.of(sample, row), encode(sample, RECIPE.digest))
+        shard.publish()
+    components = {"scheduler": SCHEDULER, "transformer": {"_class_name": "QwenImageTransformer2DModel"} | SIZES}
+    for component, config in components.items():
+        (folder / "model" / component).mkdir(parents=True)
+        file = "scheduler_config.json" if component == "scheduler" else "config.json"
+        (folder / "model" / component / file).write_text(json.dumps(config))
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[Run]:
+    """A run of the stand-in over the shards, as qie-train makes one."""
+    config = Config.model_validate(
+        {
+            "model": {"pretrained_model_name_or_path": str(folder / "model"), "lora": None},
+            "data": {"caption_dropout_rate": 0.1},
+            "train": {
+                "mixed_precision": "no",
+                "gradient_checkpointing": False,
+                "output_dir": str(folder / "run"),
+            },
+            "validation": {"rows": 0},
+        }
+    )
+    with mock.patch("qie.training.trainee.load_transformer", lambda *arguments, **named: Asleep()):
+        stream = open_stream([folder / "shards"])
+        yield Run(config, Checkpoint(folder / "model", FAMILIES["edit"]), stream, Accelerator(cpu=True), None)
+
+
+def timed_bare(run: Run, steps: int) -> float:
+    """Seconds of a step that finds its batch and its noise ready, and measures nothing."""
+    prepared = next(run.feed)
+    batch, weights = prepared.batch, list(run.trainee.parameters.values())
+    drop_captions(batch, prepared.draws.dropped_prompts)
+    optimizer = torch.optim.AdamW(weights, lr=0.0)
+    started = time.perf_counter()
+    for _ in range(steps):
+        run.objective.losses(run.trainee.model, batch, prepared.draws).loss.mean().backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return (time.perf_counter() - started) / steps
+
+
+if __name__ == "__main__":
+    main()

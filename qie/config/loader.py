@@ -1,0 +1,55 @@
+"""YAML as a configuration means it: SafeLoader without the traps that one falls into there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    """`1e-4` is a number, `2026-01-31` a text, and a key that is given twice an error."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        # Looked at before merge keys (`<<`) are resolved: what they bring in is no second key.
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for position, key in enumerate(keys) if key in keys[:position]), None)
+        if twice is not None:
+            raise yaml.composer.ComposerError(None, None, f"the key {twice[1]!r} is given twice", node.start_mark)
+        return node
+
+
+# No value is a date: what looks like one is the name of a run or of a folder.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def parse(text: str) -> Any:
+    """What a YAML document says.
+
+    Raises:
+        ValueError: it is no YAML; one line says why.
+    """
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for what only looks like a number
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def parse_scalar(text: str) -> Any:
+    """What a text means where one value stands: a number, true, null, or itself. It never becomes a list or section."""
+    loader = _Loader("")
+    tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    try:
+        return loader.construct_object(yaml.ScalarNode(tag, text))
+    except (yaml.YAMLError, ValueError):
+        return text

@@ -1,0 +1,235 @@
+"""How the transformer's blocks run: which compute their activations again, which wait in host memory, compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import checkpoint
+
+from qie.errors import ConfigError
+
+
+def offloaded_blocks(blocks: int, offload: int) -> list[int]:
+    """Which of `blocks` blocks wait in host memory: `offload` of them, spread evenly."""
+    return [number * blocks // offload for number in range(offload)]
+
+
+def checkpointed_blocks(blocks: int, every: int, offload: int = 0) -> list[int]:
+    """Which of `blocks` blocks compute their activations again: each `every`-th (0: none), and the offloaded ones."""
+    chosen = set(range(0, blocks, every)) if every else set()
+    return sorted(chosen | set(offloaded_blocks(blocks, offload)))
+
+
+def checkpoint_blocks(
+    transformer: QwenImageTransformer2DModel, every: int, offload: int = 0, device: torch.device | None = None
+) -> None:
+    """Compute the activations of some blocks again in the backward pass instead of keeping them.
+
+    Numbers do not change by a bit. To be called once, after adapters were added and before the model is spread over
+    processes; what is trained must not change later.
+
+    Args:
+        transformer: on any device. The offloaded weights leave it; the caller moves what remains to `device`.
+        every: those of each n-th block; 0: of none but the offloaded.
+        offload: so many blocks keep their frozen weight matrices in host memory, page-locked where `device` is a GPU,
+            and have them on the device only while they are computed. What is trained, and vectors, stay there.
+        device: where the model computes; None: where it is.
+
+    Raises:
+        ConfigError: there are fewer blocks, or their weights cannot wait in host memory.
+    """
+    blocks = list(transformer.transformer_blocks)
+    if offload > len(blocks):
+        raise ConfigError(
+            "the transformer has fewer blocks",
+            where="train.offload_blocks",
+            expected=f"at most {len(blocks)}",
+            found=offload,
+        )
+    chosen = {blocks[index] for index in checkpointed_blocks(len(blocks), every, offload)}
+
+    def run(block: nn.Module, *inputs: Any) -> Any:
+        return checkpoint(block, *inputs, use_reentrant=False) if block in chosen else block(*inputs)
+
+    if offload:
+        _wait_in_host_memory(
+            transformer,
+            [blocks[index] for index in offloaded_blocks(len(blocks), offload)],
+            device or transformer.device,
+        )
+    if chosen:
+        transformer.enable_gradient_checkpointing(gradient_checkpointing_func=run)
+
+
+def compile_blocks(transformer: QwenImageTransformer2DModel, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Run each block through torch.compile. To be called after adapters were added.
+
+    A block's `forward` is compiled, not its call as `compile_repeated_blocks` of diffusers does: what hangs on the
+    call, such as the hooks that bring weights from host memory or those of FSDP, stays outside. Sizes are dynamic from
+    the start: text lengths differ from batch to batch.
+    """
+    # All blocks share their versions: with and without gradients, into the block and in it, of one sample and of more,
+    # with a mask of the text and without. torch refuses to compile more than 8.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    for block in transformer.transformer_blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=True, backend=backend)
+
+
+def _wait_in_host_memory(
+    transformer: QwenImageTransformer2DModel, blocks: Sequence[nn.Module], device: torch.device
+) -> None:
+    weights = [_frozen_matrices(block, device) for block in blocks]
+    if not all(weights):
+        raise ConfigError(
+            "a block has no frozen weights that could wait in host memory",
+            where="train.offload_blocks",
+            hint="set it to 0, or train an adapter: model.lora",
+        )
+    _Waiting(blocks, weights, device)
+    absent = {id(weight.absent) for some in weights for weight in some}
+    # Each process has them already, and what stands for them cannot be written to.
+    names = [name for name, parameter in transformer.named_parameters() if id(parameter) in absent]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+        transformer, names
+    )
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter that comes and goes.
+
+    Attributes:
+        module, name: where it belongs.
+        host: it, in host memory.
+        absent: what stands there meanwhile: its shape in one element on the device. Whoever reads it gets NaN.
+    """
+
+    module: nn.Module
+    name: str
+    host: Tensor
+    absent: nn.Parameter
+
+
+def _frozen_matrices(block: nn.Module, device: torch.device) -> list[_Weight]:
+    """Vectors are left out: they are a thousandth of the bytes, and as many copies."""
+    found = []
+    for path, parameter in list(block.named_parameters()):
+        if parameter.requires_grad or parameter.ndim < 2:
+            continue
+        if type(parameter).__module__.startswith("bitsandbytes"):
+            # Its layers hand their weights to the backward pass past torch's hooks for saved tensors, so that each
+            # would stay on the device from the forward pass to the end of the backward pass.
+            raise ConfigError(
+                "4-bit weights cannot wait in host memory",
+                where="train.offload_blocks",
+                found=f"{path} is {type(parameter).__name__}",
+                hint="set it to 0, or model.quantize to fp8",
+            )
+        module, _, name = path.rpartition(".")
+        parts = [part.detach().cpu() for part in _parts(parameter)]
+        host = _joined(parameter, [part.pin_memory() for part in parts] if device.type == "cuda" else parts)
+        nothing = torch.tensor(math.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
+        found.append(_Weight(block.get_submodule(module), name, host, nn.Parameter(nothing, requires_grad=False)))
+    return found
+
+
+class _Waiting:
+    """Weights of blocks that are on the device only while their block is computed, forward or again.
+
+    What the backward pass of a block needs of its weights is held by autograd: of a checkpointed block that is what its
+    recomputation saved. So a block lets go of its weights when it returns, in the forward pass and in the recomputation
+    alike, and their memory is free when nobody needs it any more. Each time they come they are new parameters: autograd
+    may have saved the one before itself, not what was in it.
+
+    diffusers' `enable_group_offload` is made for inference. It takes weights back after a module's forward, which the
+    recomputation leaves early by an exception, so that they stay; fetches ahead in the order of the forward pass; and
+    changes what is in a parameter, also in one that autograd saved.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], weights: list[list[_Weight]], device: torch.device) -> None:
+        self._device, self._weights = device, weights
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ahead: dict[int, tuple[list[nn.Parameter], torch.cuda.Event | None]] = {}
+        self._last = -1
+        for index, block in enumerate(blocks):
+            self._let_go(index)
+            block.register_forward_pre_hook(partial(self._bring, index))
+            # Recomputing ends by an exception as soon as all that is needed was computed.
+            block.register_forward_hook(partial(self._let_go, index), always_call=True)
+
+    def _bring(self, index: int, *_: object) -> None:
+        values, arrival = self._ahead.pop(index) if index in self._ahead else self._fetch(index)
+        if arrival is not None:
+            torch.cuda.current_stream(self._device).wait_event(arrival)
+        for weight, value in zip(self._weights[index], values, strict=True):
+            setattr(weight.module, weight.name, value)
+        following = self._following(index)
+        if 0 <= following < len(self._weights) and following not in self._ahead:
+            self._ahead[following] = self._fetch(following)
+
+    def _let_go(self, index: int, *_: object) -> None:
+        for weight in self._weights[index]:
+            setattr(weight.module, weight.name, weight.absent)
+
+    def _following(self, index: int) -> int:
+        """The offloaded block that comes next, by guess: a wrong one costs time alone.
+
+        In the forward pass numbers rise, in the backward pass they fall.
+        """
+        forward = not torch.is_grad_enabled() or index > self._last
+        self._last = -1 if index == 0 and not forward else index
+        return index + 1 if forward else index - 1
+
+    def _fetch(self, index: int) -> tuple[list[nn.Parameter], torch.cuda.Event | None]:
+        """Copies on the device, and when they will have arrived; None: they have.
+
+        The memory belongs to the stream that computes, and the copy begins when what is queued there is done. So memory
+        that is let go is used again in order, without waiting for the host and without events for each tensor.
+        """
+        host = [weight.host for weight in self._weights[index]]
+        sources = [_parts(value) for value in host]
+        # Painting may ask within inference mode for what training will use.
+        with torch.inference_mode(False), torch.no_grad():
+            copies = [[torch.empty_like(part, device=self._device) for part in parts] for parts in sources]
+            arrival = None
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                for parts, source in zip(copies, sources, strict=True):
+                    _copy(parts, source)
+                if self._stream is not None:
+                    arrival = self._stream.record_event()
+            joined = [_joined(value, parts) for value, parts in zip(host, copies, strict=True)]
+            return [nn.Parameter(value, requires_grad=False) for value in joined], arrival
+
+
+def _copy(values: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for value, source in zip(values, sources, strict=True):
+        value.copy_(source, non_blocking=True)
+
+
+def _parts(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a quantised one of torchao consists of; a plain one is its own part."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+def _joined(like: Any, parts: Sequence[Tensor]) -> Tensor:
+    """A tensor as `like` is, of other parts."""
+    if not is_traceable_wrapper_subclass(like):
+        return parts[0]
+    names, context = like.__tensor_flatten__()
+    found: Tensor = like.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, like.size(), like.stride())
+    return found

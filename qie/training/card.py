@@ -1,0 +1,250 @@
+"""What is told of a run: `run.json` for programs, and `README.md`, a model card as the Hugging Face hub expects it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import platform
+import re
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from huggingface_hub import ModelCardData
+from numpy.typing import NDArray
+
+from qie.config import Config
+from qie.errors import QieError
+from qie.paths import local_path
+from qie.recipe import FAMILIES
+from qie.stores import LocalFolder
+from qie.training.lora_file import ADAPTER_FILE
+
+RUN_FILE = "run.json"
+CARD_FILE = "README.md"
+
+_PACKAGES = ("qie", "torch", "diffusers", "peft", "transformers", "accelerate")
+_SECRET = re.compile(r"token(?!iz)|key|secret|password", re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_SIGNATURE = re.compile(r"(://[^\s?]*\?)[^\s?=]+=\S+")
+_HIDDEN = "***"
+# A README.md without it is someone's own, and stays.
+_MARK = "<!-- Written by qie-train, and written again at each of its checkpoints as long as this line is in it. -->"
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run, as far as it has come.
+
+    Attributes:
+        base_model: hub name or folder of the model that was trained.
+        family: name in `qie.recipe.FAMILIES`.
+        config: the configuration, see `public_config`.
+        recipe: how rows were encoded, see `qie.recipe.Recipe.to_dict`.
+        recipe_digest: its hash.
+        data_digest: which samples were trained on, see `data_digest`.
+        samples: how many.
+        versions: of the libraries, see `library_versions`.
+        devices: name of each process's device.
+        world_size: number of processes.
+        started, finished: ISO 8601; `finished` is None while the run goes on.
+        steps: optimizer steps done.
+        final_loss: training loss of the last of them.
+        validation_losses: (step, loss), in their order.
+        checkpoints: their folders' names, in their order.
+        peak_memory_bytes: the most that one device held; None where that is not known.
+        samples_per_s: of all processes, waiting for data included.
+    """
+
+    base_model: str
+    family: str
+    config: dict[str, Any]
+    recipe: dict[str, Any]
+    recipe_digest: str
+    data_digest: str
+    samples: int
+    versions: dict[str, str]
+    devices: tuple[str, ...]
+    world_size: int
+    started: str
+    finished: str | None
+    steps: int
+    final_loss: float | None
+    validation_losses: tuple[tuple[int, float], ...]
+    checkpoints: tuple[str, ...]
+    peak_memory_bytes: int | None
+    samples_per_s: float | None
+
+
+def public_config(config: Config) -> dict[str, Any]:
+    """A configuration as plain values that can be shown, and without secrets be loaded again."""
+    tree = config.model_dump(mode="json")
+    if config.train.epochs is not None:
+        del tree["train"]["max_steps"]  # a default, which excludes epochs when it is read
+    return {name: _public(section) for name, section in tree.items()}
+
+
+def data_digest(digests: NDArray[np.uint8]) -> str:
+    """SHA-256 over the samples' keys, [N, 32] as in `qie.shards.table.Table`, in ascending order, not in theirs."""
+    return hashlib.sha256(np.sort(np.ascontiguousarray(digests).view("V32"), axis=0).tobytes()).hexdigest()
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python, qie and the libraries that decide what is trained; those that are installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def write_run(folder: Path, report: RunReport) -> None:
+    """Write `run.json` of a run, whole or not at all."""
+    content = json.dumps(_public(asdict(report)), indent=1, ensure_ascii=False, allow_nan=False)
+    LocalFolder(folder).write(RUN_FILE, f"{content}\n".encode())
+
+
+def read_run(folder: Path) -> RunReport:
+    """What `write_run` has written.
+
+    Raises:
+        QieError: there is no run.json, or it is another program's.
+    """
+    try:
+        values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        values = {field.name: values[field.name] for field in fields(RunReport)}
+        values["validation_losses"] = tuple((int(step), loss) for step, loss in values["validation_losses"])
+        return RunReport(**values | {name: tuple(values[name]) for name in ("devices", "checkpoints")})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise QieError("the run's report cannot be read", where=folder / RUN_FILE, found=repr(error)) from error
+
+
+def write_card(folder: Path, report: RunReport, license: str | None = None) -> None:
+    """Write the model card of a folder that holds the run's weights. A README.md of another author stays as it is.
+
+    `license` is its identifier on the hub, where it is known.
+    """
+    path = folder / CARD_FILE
+    if path.is_file() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        return
+    on_hub = not local_path(report.base_model).is_dir()
+    LocalFolder(folder).write(CARD_FILE, card_text(report, on_hub=on_hub, license=license).encode())
+
+
+def card_text(report: RunReport, *, on_hub: bool, license: str | None = None) -> str:
+    """The model card: Markdown behind a YAML front matter. `on_hub`: `base_model` is a name there, to be linked to."""
+    adapter = (report.config.get("model") or {}).get("lora") is not None
+    front = ModelCardData(
+        base_model=report.base_model if on_hub else None,
+        base_model_relation=("adapter" if adapter else "finetune") if on_hub else None,
+        library_name="diffusers",
+        license=license,
+        pipeline_tag="image-to-image",
+        tags=["image-editing", "qwen-image-edit", "qie", *(["lora", "peft"] if adapter else [])],
+    )
+    title = f"{'LoRA of' if adapter else 'Fine-tuned'} {_code(report.base_model)}"
+    rows = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in _facts(report).items())
+    config = yaml.safe_dump(_public(report.config), sort_keys=False, allow_unicode=True, width=120)
+    config = config.replace("${", "$${")  # what is a reference to the environment when a configuration is read
+    return f"""---
+{front.to_yaml()}
+---
+
+{_MARK}
+
+# {title}
+
+To be loaded with diffusers, here from the folder of this page; on the hub, `"."` is the name of the repository:
+
+{_block("python", _snippet(report, adapter))}
+
+Then `pipe(image=…, prompt=…).images[0]` is the edited image.
+
+| | |
+|---|---|
+{rows}
+
+## Configuration
+
+{_block("yaml", config)}
+"""
+
+
+def _snippet(report: RunReport, adapter: bool) -> str:
+    pipeline = FAMILIES[report.family].pipeline
+    base, dtype = json.dumps(report.base_model, ensure_ascii=False), "torch_dtype=torch.bfloat16"
+    if adapter:
+        return f"""import torch
+from diffusers import {pipeline}
+
+pipe = {pipeline}.from_pretrained({base}, {dtype})
+pipe.load_lora_weights(".", weight_name="{ADAPTER_FILE}")
+"""
+    return f"""import torch
+from diffusers import {pipeline}, QwenImageTransformer2DModel
+
+transformer = QwenImageTransformer2DModel.from_pretrained(".", subfolder="transformer", {dtype})
+pipe = {pipeline}.from_pretrained({base}, transformer=transformer, {dtype})
+"""
+
+
+def _facts(report: RunReport) -> dict[str, str]:
+    """The table's rows; what is not known is not told."""
+    losses = dict([*report.validation_losses[:1], *report.validation_losses[-1:]]).items()
+    known = {
+        "steps": report.steps,
+        "training loss, last step": _number(report.final_loss, ".4f"),
+        "validation loss": " → ".join(f"{loss:.4f} at step {step}" for step, loss in losses),
+        "samples": report.samples,
+        "data": _code(report.data_digest),
+        "recipe": _code(report.recipe_digest),
+        "devices": ", ".join(f"{count} × {_code(name)}" for name, count in Counter(report.devices).items()),
+        "peak memory, bytes": _number(report.peak_memory_bytes, ",d"),
+        "samples per second": _number(report.samples_per_s, ".2f"),
+        "time": f"{report.started} to {report.finished}" if report.finished else f"since {report.started}",
+        "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),
+    }
+    return {name: str(value) for name, value in known.items() if value not in (None, "")}
+
+
+def _number(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
+
+
+def _public(value: Any, name: str = "") -> Any:
+    """Plain values for JSON and YAML: secrets are hidden, numbers that neither can hold are None."""
+    if _SECRET.search(name) and value is not None and not isinstance(value, bool):
+        return _HIDDEN
+    if isinstance(value, Mapping):
+        return {str(key): _public(child, str(key)) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_public(child) for child in value]
+    if isinstance(value, str):
+        return _SIGNATURE.sub(rf"\g<1>{_HIDDEN}", _USER.sub(_HIDDEN, value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _code(text: str) -> str:
+    """Text as inline code, whatever is in it."""
+    text = " ".join(text.split())
+    fence = "`" * (_longest_run(text) + 1)
+    return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"
+
+
+def _block(language: str, text: str) -> str:
+    """Text as a block of code, whatever is in it."""
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)

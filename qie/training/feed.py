@@ -1,0 +1,71 @@
+"""What a step starts with, made ready while the one before computes: a batch on the device, and its random numbers."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from qie.data.stream import Stream
+from qie.training.step import Draws, Objective
+from qie.types import Batch
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch where the model is, its random numbers, its epoch, and the stream's state behind it."""
+
+    batch: Batch
+    draws: Draws
+    epoch: int
+    position: dict[str, Any]
+
+
+class Feed:
+    """Prepared batches of a stream, one ahead, from the `first` batch of a run on; the first one is number 0.
+
+    A thread draws the noise and starts the copy to the device. It is a daemon: one that waits for a shard that nobody
+    has written yet keeps no process alive.
+    """
+
+    def __init__(self, stream: Stream, objective: Objective, first: int) -> None:
+        self._stream, self._objective, self._first = stream, objective, first
+        self._ready: queue.Queue[Prepared | BaseException] = queue.Queue(1)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="qie-feed", daemon=True)
+
+    def __enter__(self) -> Feed:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed.set()
+        while not self._ready.empty():  # the thread may be waiting for room
+            self._ready.get_nowait()
+
+    def __next__(self) -> Prepared:
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _work(self) -> None:
+        batches = self._stream.forever()
+        number = self._first
+        try:
+            while not self._closed.is_set():
+                self._ready.put(self._prepared(batches, number))
+                number += 1
+        except BaseException as error:  # raised by the step that would have had the batch
+            self._ready.put(error)
+        finally:
+            batches.close()
+
+    def _prepared(self, batches: Iterator[Batch], number: int) -> Prepared:
+        epoch = self._stream.epoch
+        batch = next(batches)
+        position = self._stream.state_dict()
+        draws = self._objective.draw(batch, number)
+        return Prepared(self._objective.moved(batch), draws, epoch, position)

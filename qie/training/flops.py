@@ -1,0 +1,159 @@
+"""How much a training step computes, and how much a GPU can: the two sides of MFU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The sizes of a Qwen-Image transformer that decide what it computes and keeps.
+
+    Attributes:
+        blocks: each with an image and a text stream of the same shape.
+        heads, head_width: of the attention; their product is the width of both streams.
+        in_channels: of an image token.
+        out_channels: of a predicted image token, all of its patch.
+        text_width: of a text token as Qwen2.5-VL gives it.
+        zero_cond_t: controls are modulated at t = 0, so that modulation differs from token to token.
+    """
+
+    blocks: int
+    heads: int
+    head_width: int
+    in_channels: int
+    out_channels: int
+    text_width: int
+    zero_cond_t: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Architecture:
+        """From the transformer's config, loaded or from its config.json."""
+        return cls(
+            blocks=config["num_layers"],
+            heads=config["num_attention_heads"],
+            head_width=config["attention_head_dim"],
+            in_channels=config["in_channels"],
+            out_channels=config["patch_size"] ** 2 * (config.get("out_channels") or config["in_channels"]),
+            text_width=config["joint_attention_dim"],
+            zero_cond_t=bool(config.get("zero_cond_t")),
+        )
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_width
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of one sample in a training step; a multiplication and an addition are two.
+
+    Attributes:
+        forward, backward: what the model has to compute.
+        recomputed: the forward pass of checkpointed blocks, once more.
+    """
+
+    forward: float
+    backward: float
+    recomputed: float
+
+    @property
+    def model(self) -> float:
+        """What MFU counts: without what is computed again (PaLM, arXiv:2204.02311, appendix B)."""
+        return self.forward + self.backward
+
+
+def step_flops(
+    architecture: Architecture,
+    image_tokens: int,
+    text_tokens: int,
+    *,
+    all_trained: bool,
+    checkpointed_blocks: int = 0,
+) -> Flops:
+    """What a training step on a sample computes.
+
+    Per token and block a stream has 4 d² weights in its attention and 8 d² in its MLP; each costs 2 forward, 2 for the
+    gradient of its input and, where it is trained, 2 for its own. Attention costs 4 n² d forward, n being the tokens of
+    both streams, and twice that backward, whatever is trained. Norms, activations, adapters (below 1 % at rank 16) and
+    the scores that fused attention computes again in its backward pass are left out.
+
+    Args:
+        architecture: of the transformer.
+        image_tokens: of target and controls.
+        text_tokens: of the prompt as Qwen2.5-VL gives it, its images included.
+        all_trained: all weights, or an adapter on frozen ones.
+        checkpointed_blocks: how many blocks are computed again in the backward pass.
+    """
+    width, tokens = architecture.width, image_tokens + text_tokens
+    layers = 2 * 12 * width**2 * tokens * architecture.blocks
+    attention = 4 * tokens**2 * width * architecture.blocks
+    # Once for a sample, and without a gradient unless it is trained: each block's shifts, scales and gates.
+    modulation = 2 * 12 * width**2 * architecture.blocks
+    ends = 2 * width * (image_tokens * (architecture.in_channels + architecture.out_channels))
+    ends += 2 * width * text_tokens * architecture.text_width
+    forward = layers + attention + modulation + ends
+    backward = layers + 2 * attention + ends + (layers + 2 * modulation + ends if all_trained else 0)
+    recomputed = (layers + attention + modulation) * checkpointed_blocks / architecture.blocks
+    return Flops(float(forward), float(backward), float(recomputed))
+
+
+# Dense bfloat16 matrix products with float32 sums, in TFLOP/s, at the power limit of the datasheet. Of NVIDIA's
+# datasheets (A100, H100, H200, H20, L4, L40, L40S, A10, A40, DGX/HGX B200 and B300, GB200), where a figure is with
+# sparsity half of it; of its whitepapers on the Ampere GA102, Ada and RTX Blackwell architectures for the others;
+# AMD's datasheets for Instinct. What a GPU is called is how torch.cuda.get_device_name begins, without the maker.
+_PEAK_TFLOPS = {
+    "A100": 312.0,
+    "A800": 312.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800 PCIe": 756.0,
+    "H800": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "H20": 148.0,
+    "GH200": 989.0,
+    "B200": 2250.0,
+    "B300": 2250.0,
+    "GB200": 2500.0,
+    "L4": 121.0,
+    "L40": 181.0,
+    "L40S": 362.0,
+    "A10": 125.0,
+    "A10G": 70.0,
+    "A40": 149.7,
+    "RTX A5000": 111.1,
+    "RTX A6000": 154.8,
+    "RTX 6000 Ada Generation": 364.2,
+    "RTX PRO 6000 Blackwell Workstation Edition": 503.8,
+    "GeForce RTX 3090": 71.0,
+    "GeForce RTX 3090 Ti": 80.0,
+    "GeForce RTX 4080": 97.5,
+    "GeForce RTX 4090": 165.2,
+    "GeForce RTX 5080": 112.6,
+    "GeForce RTX 5090": 209.5,
+    "Instinct MI250X": 383.0,
+    "Instinct MI300X": 1307.4,
+    "Instinct MI325X": 1307.4,
+}
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """What a GPU can compute in a second, dense, by its `torch.cuda.get_device_name`; None: not known.
+
+    Known are whole GPUs in half precision. A slower variant of a known one (Laptop, D, a MIG slice) is not known.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or " MIG " in device_name:
+        return None
+    name = re.sub(r"^(NVIDIA|AMD) ", "", device_name)
+    for known in sorted(_PEAK_TFLOPS, key=len, reverse=True):
+        # What may follow: the form and the memory, as in A100-SXM4-80GB or H100 80GB HBM3.
+        if re.fullmatch(rf"{known}([ -](SXM\d?|PCIE|OAM|HBM\w+|\d+GB))*", name, re.IGNORECASE):
+            return _PEAK_TFLOPS[known] * 1e12
+    return None

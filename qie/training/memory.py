@@ -1,0 +1,248 @@
+"""How much device memory training takes, before anything is loaded; and what to change where it is too much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+
+from qie.errors import QieError
+from qie.pretrained import Checkpoint, loading, read_json
+from qie.training.blocks import checkpointed_blocks
+from qie.training.flops import Architecture
+
+Quantization = Literal["fp8", "int8", "nf4"]
+
+# Of a quantised weight. nf4 has a float32 scale for each 64 weights; the others one for each row.
+_QUANTIZED_BYTES: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}
+# State of a trained weight, in copies of it, by what the class is called; AdamW's two where it is not known.
+_STATES = {"SGD": 1, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0, "Muon": 1, "Prodigy": 4}
+_CONTEXT_BYTES = 1 << 30
+_PX_PER_TOKEN = 16 * 16
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many numbers a transformer has.
+
+    Attributes:
+        trained, frozen: altogether.
+        matrices: frozen ones that are in matrices of blocks: what is quantised, and what may wait in host memory.
+        image_inputs, text_inputs: of a block's adapters, widths of their inputs, for a token of either stream.
+    """
+
+    trained: int
+    frozen: int
+    matrices: int
+    image_inputs: int = 0
+    text_inputs: int = 0
+
+    @classmethod
+    def of(cls, transformer: QwenImageTransformer2DModel) -> Parameters:
+        """Count; of a transformer that is not quantised, best one that takes no memory: `empty_transformer`."""
+        everything, blocks = list(transformer.parameters()), transformer.transformer_blocks
+        inputs = {"image": 0, "text": 0}
+        for name, module in blocks[0].named_modules():
+            # Modulation sees one token a sample.
+            if hasattr(module, "lora_A") and "_mod." not in name:
+                text = name.startswith("txt_") or name.rpartition(".")[2].startswith(("add_", "to_add_"))
+                inputs["text" if text else "image"] += module.in_features
+        return cls(
+            trained=sum(weight.numel() for weight in everything if weight.requires_grad),
+            frozen=sum(weight.numel() for weight in everything if not weight.requires_grad),
+            matrices=sum(w.numel() for w in blocks.parameters() if not w.requires_grad and w.ndim > 1),
+            image_inputs=inputs["image"],
+            text_inputs=inputs["text"],
+        )
+
+
+def empty_transformer(checkpoint: Checkpoint) -> QwenImageTransformer2DModel:
+    """The checkpoint's transformer without its weights, on the meta device, frozen. Adapters can be added to it."""
+    folder = checkpoint.component("transformer")
+    config = read_json(folder / "config.json")
+    with loading(folder), torch.device("meta"):
+        return QwenImageTransformer2DModel.from_config(config).requires_grad_(False)
+
+
+def optimizer_bytes(class_path: str, trained_bytes: int) -> float:
+    """State of an optimizer for each trained number: 8-bit ones keep a byte where others keep such a number."""
+    name = class_path.rpartition(".")[2]
+    small = name.endswith("8bit")
+    plain = name.removesuffix("8bit").removeprefix("Paged")
+    return _STATES.get(plain, 2) * (1 if small else trained_bytes)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that memory depends on.
+
+    Attributes:
+        image_tokens: of target and controls of the largest sample, 16×16 pixels each.
+        text_tokens: of the longest prompt as Qwen2.5-VL gives it.
+        batch_size: of a process.
+        value_bytes: of a number that is computed with and of a frozen weight that is not quantised: 2 or 4.
+        trained_bytes: of a trained weight and of its gradient.
+        optimizer_bytes: of the optimizer's state for each trained number.
+        checkpoint_every, offload_blocks: see `checkpoint_blocks`.
+        processes: which train together; `sharded`: each holds its part of the weights (FSDP) instead of all (DDP).
+    """
+
+    architecture: Architecture
+    parameters: Parameters
+    image_tokens: int
+    text_tokens: int
+    batch_size: int = 1
+    value_bytes: int = 2
+    quantize: Quantization | None = None
+    trained_bytes: int = 4
+    optimizer_bytes: float = 8.0
+    ema: bool = False
+    checkpoint_every: int = 1
+    offload_blocks: int = 0
+    processes: int = 1
+    sharded: bool = False
+
+    @property
+    def all_trained(self) -> bool:
+        return self.parameters.trained > self.parameters.frozen
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on a device. Only `weights`, `gradients` and `optimizer` follow from sizes alone; the rest is about right.
+
+    Attributes:
+        weights: frozen and trained.
+        gradients: of trained weights; with DDP also what it sends.
+        optimizer: its state, and averaged weights.
+        activations: what the forward pass keeps for the backward pass.
+        workspace: the CUDA context, what a block computes on the way, and what the optimizer does.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
+
+    def lines(self) -> list[str]:
+        """One for each part, and the total."""
+        parts = [(field.name, float(getattr(self, field.name))) for field in fields(self)]
+        return [f"{name:<12}{_gb(value):>8}" for name, value in [*parts, ("total", self.total)]]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def kept_bytes(setup: Setup) -> float:
+    """What a block that is not checkpointed keeps of a batch for its backward pass.
+
+    Read in diffusers' transformer_qwenimage and normalization. For each token, in numbers of the width d: the inputs of
+    two LayerNorms, of which autocast makes float32; of query and key each the value and, for the norm, its float32
+    form; query, key, value and outcome of the attention; the MLP's 4 d before its activation. Frozen linear layers keep
+    nothing of their input; an adapter does, autocast's copy of its own. Where all weights are trained, the inputs of
+    query, key and value (autocast: each its copy), of the MLP's layers and of the norms' scales; what was normalised,
+    for the modulation; and what both gates multiply. With zero_cond_t, an image token's own scales and gates.
+    """
+    value, width, parameters = setup.value_bytes, setup.architecture.width, setup.parameters
+    of_queries = 2 * (4 if value == 4 else value + 4)
+    numbers = 2 * 4 + of_queries + 4 * value + 4 * value
+    if setup.all_trained:
+        copies = 1 if value == 4 else 3
+        numbers += copies * value + (1 + 4) * value + 2 * value + 2 * 4 + 2 * value
+    tokens = setup.image_tokens + setup.text_tokens
+    kept = numbers * width * tokens
+    kept += value * (parameters.image_inputs * setup.image_tokens + parameters.text_inputs * setup.text_tokens)
+    if setup.architecture.zero_cond_t:
+        kept += 4 * value * width * setup.image_tokens
+    return float(kept * setup.batch_size)
+
+
+def estimate(setup: Setup) -> Estimate:
+    """The most memory that a training step takes."""
+    parameters, blocks = setup.parameters, setup.architecture.blocks
+    parts = setup.processes if setup.sharded else 1
+    matrix_bytes = _QUANTIZED_BYTES[setup.quantize] if setup.quantize else setup.value_bytes
+    block = parameters.matrices * matrix_bytes / blocks
+    # While a block is computed again, the next waits and autograd still holds what the one before it needed.
+    waiting = max(setup.offload_blocks - 3, 0)
+    frozen = (parameters.frozen - parameters.matrices) * setup.value_bytes + block * (blocks - waiting)
+    gathered = 2 * block if parts > 1 else 0
+    trained = parameters.trained * setup.trained_bytes
+    gradients = trained / parts * (2 if setup.processes > 1 and not setup.sharded else 1)
+    # Autocast's copies of trained weights last for the forward pass.
+    casts = parameters.trained * setup.value_bytes / parts if setup.trained_bytes > setup.value_bytes else 0
+    again = len(checkpointed_blocks(blocks, setup.checkpoint_every, setup.offload_blocks))
+    tokens = (setup.image_tokens + setup.text_tokens) * setup.batch_size * setup.architecture.width
+    kept = kept_bytes(setup)
+    activations = casts + again * tokens * setup.value_bytes + (blocks - again + (1 if again else 0)) * kept
+    # The MLP's values and their gradients, or queries in float32: about twelve numbers of the width for each token.
+    on_the_way = 12.0 * tokens * setup.value_bytes
+    # torch's optimizers work on all weights at once, when activations are gone.
+    step = trained / parts - activations if setup.optimizer_bytes > 2 else 0
+    return Estimate(
+        weights=(frozen + trained) / parts + gathered,
+        gradients=gradients,
+        optimizer=parameters.trained / parts * (setup.optimizer_bytes + (4 if setup.ema else 0)),
+        activations=activations,
+        workspace=_CONTEXT_BYTES + max(on_the_way, step),
+    )
+
+
+def advice(setup: Setup) -> list[str]:
+    """What to change in the configuration to need less, with what each change gains by itself; most first."""
+    now = estimate(setup).total
+    gains = [(now - estimate(changed).total, change) for change, changed in _changes(setup)]
+    return [f"{change}: {_gb(gain)} less" for gain, change in sorted(gains, reverse=True) if gain >= 0.01 * now]
+
+
+def _changes(setup: Setup) -> list[tuple[str, Setup]]:
+    blocks, parameters = setup.architecture.blocks, setup.parameters
+    changes = [("train.gradient_checkpointing=true", replace(setup, checkpoint_every=1))]
+    if setup.batch_size > 1:
+        steps = f"data.batch_size=1 with train.gradient_accumulation_steps={setup.batch_size} times as many"
+        changes.append((steps, replace(setup, batch_size=1)))
+    if setup.trained_bytes > 2:
+        states = setup.optimizer_bytes if setup.optimizer_bytes <= 2 else setup.optimizer_bytes / 2
+        changes.append(("train.trained_dtype=bfloat16", replace(setup, trained_bytes=2, optimizer_bytes=states)))
+    changes += [
+        ("optimizer.class_path=bitsandbytes.optim.AdamW8bit", replace(setup, optimizer_bytes=2.0)),
+        ("train.ema_decay=null", replace(setup, ema=False)),
+        ("data.area_px half as large, encoded again", replace(setup, image_tokens=setup.image_tokens // 2)),
+    ]
+    if setup.processes > 1 and not setup.offload_blocks:
+        changes.append(("FSDP, configs/accelerate/fsdp2.yaml", replace(setup, sharded=True)))
+    if setup.all_trained:
+        # One of rank 16 on the image stream's attention.
+        adapter = Parameters(8 * 16 * setup.architecture.width * blocks, parameters.trained, parameters.trained)
+        return [*changes, ("model.lora: {} instead of null", replace(setup, parameters=adapter))]
+    if setup.quantize is None:
+        changes.append(("model.quantize=fp8", replace(setup, quantize="fp8")))
+    if not setup.offload_blocks:
+        changes.append(("model.quantize=nf4", replace(setup, quantize="nf4")))
+    if setup.quantize != "nf4" and not setup.sharded:
+        for offload in (blocks // 2, blocks):
+            if offload > setup.offload_blocks:
+                changes.append((f"train.offload_blocks={offload}", replace(setup, offload_blocks=offload)))
+    return changes
+
+
+def out_of_memory(error: BaseException, setup: Setup) -> QieError:
+    """What to show for a `torch.OutOfMemoryError`."""
+    found = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return QieError(
+        "the device is out of memory",
+        expected=f"about {_gb(estimate(setup).total)} for this configuration",
+        found=found,
+        hint="; or ".join(advice(setup)) or "use a device with more memory, or end what else runs on it",
+    )
+
+
+def _gb(value: float) -> str:
+    return f"{value / 1e9:.1f} GB"

@@ -1,0 +1,121 @@
+"""A frozen base in fewer bits: one byte a weight, or half a byte, under an adapter in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+
+from qie.errors import ConfigError
+
+Quantization = Literal["fp8", "int8", "nf4"]
+
+
+def quantize_blocks(
+    transformer: QwenImageTransformer2DModel, kind: Quantization, device: torch.device | None = None
+) -> None:
+    """Store the linear layers of the transformer's blocks in fewer bits; for good, since what is rounded is lost.
+
+    fp8 (e4m3) and int8 keep a float32 scale for each row; nf4 keeps one of 8 bits for 64 weights (QLoRA,
+    arXiv:2305.14314). They compute in the dtype that the layer had.
+
+    Only blocks: they hold 99.8 % of the released model's weights. The projections into and out of them, the time
+    embedding and the norms are small, and all that follows depends on them. So does it on the first block's img_mod,
+    which the quantised copies of Qwen-Image that people share keep in full precision, too.
+
+    Args:
+        transformer: frozen, and not quantised yet.
+        kind: how a weight is stored.
+        device: where layers are quantised, one by one, and then stay; None: where they are. A GPU takes seconds for
+            what a CPU takes minutes.
+
+    Raises:
+        ConfigError: the library that does it is missing.
+    """
+    make = _layer_maker(kind)
+    for name, linear in list(_linears(transformer)):
+        transformer.set_submodule(name, make(linear if device is None else linear.to(device)))
+    # diffusers' own mark, by which peft chooses its layer, and parameters are counted.
+    transformer.is_loaded_in_4bit = kind == "nf4"
+
+
+def is_quantized(transformer: torch.nn.Module) -> bool:
+    """Whether `quantize_blocks` changed it."""
+    marked = bool(getattr(transformer, "is_loaded_in_4bit", False))
+    return marked or any(isinstance(module, ScaledLinear) for module in transformer.modules())
+
+
+class ScaledLinear(torch.nn.Linear):
+    """A frozen linear layer whose weight is one of torchao's quantised tensors.
+
+    torchao's own product keeps the weight in full precision for the backward pass, of every layer at once, which takes
+    back what was saved. Here it is restored again when the gradient needs it.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _RestoredProduct.apply(input, self.weight, self.bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _RestoredProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.weight = weight
+        return torch.nn.functional.linear(input, weight.dequantize(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = gradients
+        return gradient @ ctx.weight.dequantize().to(gradient.dtype), None, None
+
+
+def _linears(transformer: QwenImageTransformer2DModel) -> Iterator[tuple[str, torch.nn.Linear]]:
+    for name, module in transformer.named_modules():
+        inside = name.startswith("transformer_blocks.") and not name.startswith("transformer_blocks.0.img_mod.")
+        if inside and type(module) is torch.nn.Linear:
+            yield name, module
+
+
+def _layer_maker(kind: Quantization) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+    try:
+        return _four_bits() if kind == "nf4" else _eight_bits(kind)
+    except ImportError as error:
+        raise ConfigError(
+            "the library that quantises the transformer is not installed",
+            where="model.quantize",
+            found=f"{kind}; {error}",
+            hint="pip install qie[quant]",
+        ) from error
+
+
+def _eight_bits(kind: Quantization) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    # Otherwise torchao sets options of the whole process, the precision of float32 products among them.
+    config = (Float8WeightOnlyConfig if kind == "fp8" else Int8WeightOnlyConfig)(set_inductor_config=False)
+
+    def make(linear: torch.nn.Linear) -> torch.nn.Module:
+        layer = ScaledLinear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        layer.weight, layer.bias = linear.weight, linear.bias
+        quantize_(layer, config)
+        return layer
+
+    return make
+
+
+def _four_bits() -> Callable[[torch.nn.Linear], torch.nn.Module]:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    def make(linear: torch.nn.Linear) -> torch.nn.Module:
+        options: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
+        layer = Linear4bit(
+            linear.in_features, linear.out_features, compute_dtype=linear.weight.dtype, device="meta", **options
+        )
+        layer.weight = Params4bit(linear.weight.data, requires_grad=False, module=layer, **options)
+        layer.bias = linear.bias
+        # On some CPUs a forward pass without gradients would store weights anew, rounded once more, and for good.
+        layer.support_avx512bf16_for_cpu = False
+        return layer.to(linear.weight.device)  # type: ignore[no-any-return]  # this is what quantises it
+
+    return make

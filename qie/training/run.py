@@ -1,0 +1,265 @@
+"""A run's state, and what can be done with it: a step, a validation, a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from diffusers import QwenImageTransformer2DModel
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from qie.config import Config, TrainConfig
+from qie.data.stream import Stream
+from qie.errors import QieError
+from qie.pretrained import Checkpoint, content_hash
+from qie.training.card import RunReport, write_card, write_run
+from qie.training.checkpoint import damaged, publish_checkpoint, read_state, remove_old
+from qie.training.feed import Feed, Prepared
+from qie.training.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
+from qie.training.model import load_shift
+from qie.training.objective import derive_seed
+from qie.training.optimizer import load_named_state, make_optimizer, make_schedule, named_state
+from qie.training.sharding import whole
+from qie.training.step import Objective
+from qie.training.trainee import Trainee
+from qie.training.validation import Validation, validate
+
+Painter = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
+"""Paints the images of validation.samples with the model as it is."""
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class Run:
+    """Model, optimizer, schedule, batches, and the number of steps done.
+
+    Args:
+        config: every section but data and cache, which made the stream.
+        checkpoint: the base model.
+        stream: this process's batches.
+        accelerator: device, precision and processes.
+        start: a checkpoint folder to go on from.
+
+    Raises:
+        QieError: `start` is damaged, or of another run.
+    """
+
+    def __init__(
+        self, config: Config, checkpoint: Checkpoint, stream: Stream, accelerator: Accelerator, start: Path | None
+    ) -> None:
+        self.config, self.checkpoint, self.stream, self.accelerator = config, checkpoint, stream, accelerator
+        self.step, self._nonfinite = 0, 0
+        self._batches = None if config.train.epochs is None else config.train.epochs * len(stream)
+        self.steps = planned_steps(config.train, self._batches)
+        main = accelerator.is_main_process
+        self._base = content_hash(checkpoint.component("transformer")) if main else ""
+        state = read_state(start, hashes=main) if start else None
+        if start and state and main:
+            _require_same(state, self._facts(), start)
+        dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
+        self.trainee = Trainee(checkpoint, config, start, dtype, accelerator.device)
+        self.optimizer = make_optimizer(config.optimizer, list(self.trainee.parameters.values()))
+        self.schedule = make_schedule(config.lr_scheduler, self.optimizer, self.steps)
+        self._stepper = self.trainee.prepare(accelerator, self.optimizer, start)
+        self.objective = Objective(
+            config.loss,
+            config.data.caption_dropout_rate,
+            config.train.seed,
+            load_shift(checkpoint),
+            accelerator.device,
+            dtype,
+            config.data.control_dropout_rate,
+        )
+        if start and state:
+            self._restore(start, state)
+        self._position = stream.state_dict()
+        self._speed = Speed.of(
+            self.trainee.transformer.config,
+            accelerator.device,
+            dtype,
+            config.logging.peak_tflops,
+            not config.model.lora,
+        )
+        self.feed = Feed(stream, self.objective, self.step * config.train.gradient_accumulation_steps)
+
+    def take_step(self) -> StepMetrics:
+        """One optimizer step over `gradient_accumulation_steps` batches, or what is left of the last epoch.
+
+        Raises:
+            QieError: neither its loss nor those of `max_nonfinite_steps` - 1 steps before it are finite.
+        """
+        section, started = self.config.train, time.perf_counter()
+        # What else draws numbers, such as LoRA dropout, draws the same ones in this step of any run.
+        torch.manual_seed(derive_seed(section.seed, self.step, "dropout", self.accelerator.process_index))
+        done = self.step * section.gradient_accumulation_steps
+        count = section.gradient_accumulation_steps
+        count = count if self._batches is None else min(count, self._batches - done)
+        waited, flops = 0.0, 0.0
+        rows: list[torch.Tensor] = []
+        keys: list[str] = []
+        for part in range(count):
+            waiting = time.perf_counter()
+            prepared = next(self.feed)
+            waited += time.perf_counter() - waiting
+            with nullcontext() if part == count - 1 else self.accelerator.no_sync(self.trainee.model):
+                rows.append(self._backward(prepared, count))
+            keys.extend(prepared.batch.keys)
+            flops += self._speed.flops(prepared.batch)
+        self._position = prepared.position
+        limit = math.inf if section.max_grad_norm is None else section.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(list(self.trainee.parameters.values()), limit)
+        grad_norm = float(whole(norm)) if isinstance(norm, torch.Tensor) else float(norm)
+        losses, sigmas, weights = self.accelerator.gather(torch.cat(rows)).cpu().unbind(1)
+        lr = float(self.schedule.get_last_lr()[0])
+        self._update(finite=math.isfinite(grad_norm) and bool(torch.isfinite(losses).all()))
+        if self._nonfinite >= section.max_nonfinite_steps:
+            raise self._not_finite(keys, rows)
+        took = time.perf_counter() - started
+        return StepMetrics(
+            step=self.step,
+            epoch=prepared.epoch,
+            loss=float((losses * weights).mean()),
+            loss_by_level=by_level(sigmas[weights > 0], losses[weights > 0]),
+            grad_norm=grad_norm,
+            lr=lr,
+            samples=len(losses),
+            samples_per_s=len(losses) / took,
+            step_time_s=took,
+            data_wait_s=waited,
+            peak_memory_bytes=peak_memory_bytes(self.accelerator.device),
+            mfu=self._speed.mfu(flops, took),
+        )
+
+    def _backward(self, prepared: Prepared, count: int) -> torch.Tensor:
+        """Gradients of one of `count` batches; gives loss, noise level and weight of each sample, [B, 3]."""
+        batch = prepared.batch
+        found = self.objective.losses(self.trainee.model, batch, prepared.draws)
+        self.accelerator.backward((found.loss * batch.weight).mean() / count)
+        return torch.stack([found.loss.detach(), found.sigmas.to(found.loss.device), batch.weight], 1)
+
+    def _update(self, *, finite: bool) -> None:
+        """Step the optimizer; when the gradients are of no use, only count."""
+        if finite:
+            self._stepper.step()
+        self._stepper.zero_grad()
+        self.schedule.step()
+        self.step += 1
+        self._nonfinite = 0 if finite else self._nonfinite + 1
+        if finite:
+            self.trainee.after_step(self.step)
+
+    def _not_finite(self, keys: list[str], rows: list[torch.Tensor]) -> QieError:
+        finite = torch.isfinite(torch.cat(rows)[:, 0]).tolist()
+        bad = gather_object([key[:12] for key, good in zip(keys, finite, strict=True) if not good])
+        return QieError(
+            f"the loss is not finite in {self._nonfinite} steps in a row"
+            if self._nonfinite > 1
+            else "the loss is not finite",
+            where=f"step {self.step}, samples {', '.join(bad) or 'none alone: the gradient'}",
+            hint="lower optimizer.init_args.lr, or go on from the last checkpoint; no weight was changed",
+        )
+
+    def validate(self) -> Validation | None:
+        """The loss on the rows kept out; None when there are none."""
+        with self.trainee.as_used() as model:
+            return validate(self.objective, model, self.stream, self.accelerator)
+
+    def paint(self, painter: Painter) -> Sequence[Image.Image]:
+        """The sample images, in the main process. Where the model is spread over processes, all of them take part."""
+        main = self.accelerator.is_main_process
+        if not main and not self.trainee.sharded:
+            return []
+        with self.trainee.as_used() as model:
+            images = painter(model)
+        return images if main else []
+
+    def save(self, report: Callable[[], RunReport]) -> Path:
+        """Write a checkpoint with its model card, and run.json. Every process takes part; the main one writes."""
+        output_dir = Path(self.config.train.output_dir)
+        tensors, numbers = named_state(self.optimizer, self.trainee.parameters)
+        write_weights = self.trainee.gathered()
+        if not self.accelerator.is_main_process:
+            return output_dir
+
+        told = report()
+
+        def write(folder: Path) -> dict[str, Any]:
+            write_weights(folder)
+            save_file(tensors, folder / OPTIMIZER_FILE)
+            write_card(folder, told)
+            return {
+                "step": self.step,
+                "stream": self._position,
+                "optimizer": numbers,
+                "schedule": self.schedule.state_dict(),
+                "run": self._facts(),
+            }
+
+        saved = publish_checkpoint(output_dir, self.step, write)
+        write_run(output_dir, told)
+        remove_old(output_dir, self.config.train.keep_last, self.config.train.keep_every)
+        return saved
+
+    def finish(self) -> None:
+        """Leave the process group, all together: one that leaves while the main process still saves can hang.
+
+        So can one that leaves with its DDP wrapper alive: Python then frees the wrapper's reference to the group last,
+        and holds its lock while it waits for a thread of gloo that waits for the lock.
+        """
+        self.accelerator.wait_for_everyone()
+        self.trainee.release()
+        self.accelerator.free_memory()
+        self.accelerator.end_training()
+
+    def _restore(self, start: Path, state: dict[str, Any]) -> None:
+        try:
+            tensors = load_file(start / OPTIMIZER_FILE)
+            load_named_state(self.optimizer, self.trainee.parameters, tensors, state["optimizer"])
+            self.schedule.load_state_dict(state["schedule"])
+            self.stream.load_state_dict(state["stream"])
+            self.step = int(state["step"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise damaged(start, f"{type(error).__name__}: {error}") from error
+
+    def _facts(self) -> dict[str, Any]:
+        """What a run that goes on has to have in common with the one that stopped."""
+        config = self.config.model_dump(mode="json")
+        lora = config["model"]["lora"]
+        return {
+            "base model": self._base,
+            "model.lora": lora and {name: value for name, value in lora.items() if name != "continue_from"},
+            "model.adapters": config["model"]["adapters"],
+            "train.trained_dtype": config["train"]["trained_dtype"],
+            "train.ema_decay": config["train"]["ema_decay"],
+            "train.gradient_accumulation_steps": config["train"]["gradient_accumulation_steps"],
+            "optimizer": config["optimizer"],
+            "lr_scheduler": config["lr_scheduler"],
+        }
+
+
+def planned_steps(section: TrainConfig, batches: int | None) -> int:
+    """Optimizer steps of a run: `max_steps`, or those of `batches` batches of each process."""
+    if batches is None:
+        return section.max_steps
+    return math.ceil(batches / section.gradient_accumulation_steps)
+
+
+def _require_same(state: dict[str, Any], mine: dict[str, Any], start: Path) -> None:
+    theirs = state.get("run", {})
+    differing = [name for name in mine if mine[name] != theirs.get(name)]
+    if differing:
+        raise QieError(
+            f"the checkpoint is of another run: {', '.join(differing)} changed",
+            where=start,
+            expected={name: theirs.get(name) for name in differing},
+            found={name: mine[name] for name in differing},
+            hint="resume with what the run was started with, or start a new one with model.lora.continue_from",
+        )

@@ -1,0 +1,97 @@
+"""What a run tells experiment trackers, through accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from PIL import Image
+
+from qie.config import Config
+from qie.errors import ConfigError
+from qie.training.metrics import StepMetrics
+from qie.training.validation import Validation
+
+_NAME_ARGUMENT = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError when a tracker's package is not installed: accelerate would leave it out without a word."""
+    there = {tracker.value for tracker in get_available_trackers()}
+    for name in names:
+        if name not in there:
+            raise ConfigError(
+                f"the tracker {name} is not installed", where="logging.report_to", hint=f"pip install {name}"
+            )
+
+
+class Tracking:
+    """The trackers of `logging.report_to`."""
+
+    def __init__(self, config: Config, accelerator: Accelerator) -> None:
+        self._accelerator, self._logging = accelerator, config.logging
+        if not self._logging.report_to:
+            return
+        name = self._logging.run_name
+        arguments = {
+            tracker: {_NAME_ARGUMENT[tracker]: name}
+            for tracker in self._logging.report_to
+            if name and tracker in _NAME_ARGUMENT
+        }
+        accelerator.init_trackers(self._logging.project, dict(_flat(config.model_dump(mode="json"))), arguments)
+
+    def finish(self) -> None:
+        """Nothing more will come."""
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+        self._accelerator.trackers = []
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        """The numbers of a step."""
+        numbers: dict[str, float | None] = {
+            "loss": metrics.loss,
+            "grad_norm": metrics.grad_norm,
+            "lr": metrics.lr,
+            "samples_per_s": metrics.samples_per_s,
+            "step_time_s": metrics.step_time_s,
+            "data_wait_s": metrics.data_wait_s,
+            "peak_memory_gb": metrics.peak_memory_bytes / 1e9,
+            "mfu": metrics.mfu,
+        }
+        self._log(metrics.step, numbers | _levels("loss", metrics.loss_by_level))
+
+    def log_validation(self, step: int, validation: Validation) -> None:
+        """The numbers of a validation."""
+        numbers: dict[str, float | None] = {"validation_loss": validation.loss}
+        self._log(step, numbers | _levels("validation_loss", validation.loss_by_level))
+
+    def log_images(self, step: int, images: Sequence[Image.Image]) -> None:
+        """Sample images, to the trackers that show images."""
+        for tracker in self._accelerator.trackers:
+            if hasattr(tracker, "log_images"):
+                tracker.log_images({f"sample {number}": _stacked(image) for number, image in enumerate(images)}, step)
+
+    def _log(self, step: int, numbers: dict[str, float | None]) -> None:
+        if self._accelerator.trackers:
+            self._accelerator.log({name: number for name, number in numbers.items() if number is not None}, step=step)
+
+
+def _levels(name: str, losses: Sequence[float | None]) -> dict[str, float | None]:
+    return {f"{name}/sigma {part / len(losses):.2f}": loss for part, loss in enumerate(losses)}
+
+
+def _stacked(image: Image.Image) -> np.ndarray:
+    """[1, height, width, 3] of uint8: what TensorBoard and Weights & Biases take alike."""
+    return np.asarray(image.convert("RGB"))[None]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
+    """Nested values as section.key; what a tracker takes as it is, and the text of everything else."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, (str, int, float, bool)) else str(value)

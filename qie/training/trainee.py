@@ -1,0 +1,144 @@
+"""What is trained: the transformer with its adapter, or all of its weights; and their average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+
+from qie.config import Config
+from qie.pretrained import Checkpoint
+from qie.training.blocks import checkpoint_blocks, compile_blocks
+from qie.training.ema import Ema
+from qie.training.lora import add_frozen_adapters, add_lora, as_saved, fill_adapter, load_adapter, save_adapter
+from qie.training.model import load_transformer, train_everything
+from qie.training.sharding import fill, whole
+from qie.training.weights import read_transformer, save_transformer
+
+EMA_FOLDER = "ema"
+
+
+class Trainee:
+    """A transformer in training.
+
+    Args:
+        checkpoint: the base model.
+        config: its sections model and train.
+        start: a checkpoint folder from which its weights are taken; None for a new run.
+        dtype: in which it computes.
+        device: where.
+
+    Attributes:
+        transformer: the module, as diffusers has it.
+        model: what a training step calls: the same, perhaps wrapped for several processes.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: Config, start: Path | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        model, section = config.model, config.train
+        trained = getattr(torch, section.trained_dtype)
+        if model.lora:
+            self.transformer = load_transformer(
+                checkpoint,
+                dtype,
+                quantize=model.quantize,
+                attention_backend=model.attention_backend,
+                device=device,
+            )
+            add_frozen_adapters(self.transformer, model.adapters)
+            lora = model.lora.model_copy(update={"continue_from": None}) if start else model.lora
+            add_lora(self.transformer, lora, section.seed, dtype=trained)
+            if start:
+                load_adapter(self.transformer, start)
+        else:
+            source = Checkpoint(start, checkpoint.family) if start else checkpoint
+            self.transformer = load_transformer(source, trained, attention_backend=model.attention_backend)
+            train_everything(self.transformer, trained)
+        self._lora = model.lora is not None
+        every = int(section.gradient_checkpointing)
+        if every or section.offload_blocks:
+            checkpoint_blocks(self.transformer, every, section.offload_blocks, device)
+        if section.compile:
+            compile_blocks(self.transformer)
+        self.model: torch.nn.Module = self.transformer
+        self._ema: Ema | None = None
+        self._decay = section.ema_decay
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The trained ones by name, as they are: plain, or sharded after `prepare`."""
+        return {name: weight for name, weight in self.transformer.named_parameters() if weight.requires_grad}
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each process holds a part of the weights alone."""
+        return any(isinstance(weight, DTensor) for weight in self.transformer.parameters())
+
+    def prepare(
+        self, accelerator: Accelerator, optimizer: torch.optim.Optimizer, start: Path | None
+    ) -> torch.optim.Optimizer:
+        """Spread the model over the processes; returns the optimizer to step with."""
+        self.model, prepared = accelerator.prepare(self.transformer, optimizer)
+        self.model.train()
+        if self._decay is not None:
+            self._ema = Ema(self.parameters, self._decay)
+            if start:
+                self._load_average(start / EMA_FOLDER)
+        return prepared  # type: ignore[no-any-return]
+
+    def after_step(self, step: int) -> None:
+        """Take optimizer step number `step`, from 1, into the average."""
+        if self._ema:
+            self._ema.update(step)
+
+    @contextmanager
+    def as_used(self) -> Iterator[torch.nn.Module]:
+        """Within, the transformer is what a user of the outcome has: averaged weights, no dropout."""
+        with self._ema.applied() if self._ema else nullcontext():
+            self.transformer.eval()
+            try:
+                yield self.transformer
+            finally:
+                self.transformer.train()
+
+    def gathered(self) -> Callable[[Path], None]:
+        """What writes the weights into a folder. Every process asks for it, since each may hold a part of them."""
+        trained = self._whole(self.parameters)
+        average = self._whole(self._ema.averages) if self._ema else None
+
+        def write(folder: Path) -> None:
+            self._write(trained, folder)
+            if average:
+                self._write(average, folder / EMA_FOLDER)
+
+        return write
+
+    def release(self) -> None:
+        """Let go of the wrapper of several processes."""
+        self.model = self.transformer
+
+    def _named(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Values by the names of parameters, by those in a file instead."""
+        return as_saved(self.transformer, values) if self._lora else dict(values)
+
+    def _whole(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: whole(value) for name, value in self._named(values).items()}
+
+    def _write(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+        if self._lora:
+            save_adapter(self.transformer, folder, state)
+        else:
+            save_transformer(self.transformer, folder / "transformer", state)
+
+    def _load_average(self, folder: Path) -> None:
+        assert self._ema is not None
+        averages = self._named(self._ema.averages)
+        if self._lora:
+            fill_adapter(averages, folder)
+        else:
+            fill(averages, read_transformer(folder / "transformer"))

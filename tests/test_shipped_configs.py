@@ -1,0 +1,116 @@
+"""What configs/ holds is accepted, and trains: on the tiny model, with paths and sizes replaced."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from qie.cli import precompute, train
+from qie.config import load_config
+from tests.conftest import AREA_PX, ROOT
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+NEEDS = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "fp8": "torchao"}
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+def invoke(command, *arguments: object) -> None:
+    result = CliRunner().invoke(command.main, [*map(str, arguments), "--quiet"])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+
+
+def test_they_are_found() -> None:
+    assert {"demo", "edit_lora", "edit_plus_lora", "edit_full", "edit_lora_24gb"} == {path.stem for path in CONFIGS}
+    assert {"ddp", "fsdp2"} == {path.stem for path in ACCELERATE}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
+def test_each_is_accepted_without_a_gpu(path: Path) -> None:
+    assert load_config(path).model.pretrained_model_name_or_path
+
+
+@pytest.mark.parametrize("path", [*CONFIGS, *ACCELERATE], ids=name)
+def test_each_begins_with_what_it_is_for_and_how_it_is_used(path: Path) -> None:
+    comment = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8"))
+    assert (
+        comment and re.search("GPU|CPU", comment[0]) and re.search("qie-train|make demo|accelerate launch", comment[0])
+    )
+    named = re.findall(r"configs/[\w/]+\.yaml", comment[0])
+    assert all((ROOT / file).is_file() for file in named)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name)
+def test_each_trains(path: Path, tiny_edit: Path, tiny_edit_plus: Path, photos: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    for package in (NEEDS.get(config.model.quantize or ""), config.optimizer.class_path.partition(".")[0]):
+        if package:
+            pytest.importorskip(package)
+    settings = {
+        "model.pretrained_model_name_or_path": tiny_edit_plus if "plus" in path.stem else tiny_edit,
+        "data.source": photos,
+        "data.area_px": AREA_PX,
+        "data.text_area_px": AREA_PX // 2 if "plus" in path.stem else "null",
+        "cache.cache_dir": tmp_path / "shards",
+        "train.output_dir": tmp_path / "run",
+        "train.max_steps": 2,
+        "validation.rows": 1,
+    }
+    arguments = ["--config", path, *(word for item in settings.items() for word in ("--set", "=".join(map(str, item))))]
+    invoke(precompute, *arguments, "--end-idx", 4)
+    invoke(train, *arguments)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert (tmp_path / "run" / "checkpoint-000002").is_dir()
+
+
+# accelerate launch
+
+
+def environment(path: Path, *options: str) -> dict[str, str]:
+    """The environment that accelerate launch gives to each process."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    command = ["--config_file", str(path), *options, "-m", "qie.cli.train", "--config", "my.yaml", "shards/"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+    assert (arguments.training_script, arguments.training_script_args[:1]) == ("qie.cli.train", ["--config"])
+    assert arguments.use_fsdp or arguments.multi_gpu
+    return prepare_multi_gpu_env(arguments) | {"processes": str(arguments.nproc_per_node)}
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=name)
+def test_accelerate_starts_as_many_processes_as_the_command_line_says(path: Path) -> None:
+    assert environment(path)["processes"] == "2"
+    assert environment(path, "--num_processes", "8")["processes"] == "8"
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=name)
+def test_no_launcher_configuration_decides_what_qie_decides(path: Path) -> None:
+    given = environment(path)
+    assert given["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert given["ACCELERATE_DYNAMO_BACKEND"].lower() == "no"
+    assert given.get("FSDP_ACTIVATION_CHECKPOINTING", "false") == "false"
+
+
+def test_fsdp_is_of_version_2_and_wraps_the_blocks_of_the_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+    from diffusers import QwenImageTransformer2DModel
+
+    for key, value in environment(ROOT / "configs" / "accelerate" / "fsdp2.yaml").items():
+        if key.startswith(("FSDP", "ACCELERATE")):
+            monkeypatch.setenv(key, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    assert plugin.transformer_cls_names_to_wrap == QwenImageTransformer2DModel._no_split_modules
+    assert not plugin.cpu_ram_efficient_loading and not plugin.activation_checkpointing
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"

@@ -1,0 +1,55 @@
+"""What tests of the transformer and of its adapters share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from qie.config import LoraConfig
+from qie.data.batches import collate
+from qie.data.epoch import PlannedBatch
+from qie.data.sources import open_source
+from qie.pretrained import open_checkpoint
+from qie.training.lora import add_lora
+from qie.training.model import load_transformer, velocity
+
+
+def transformer_of(folder: Path, dtype: torch.dtype = torch.float32, **how):
+    return load_transformer(open_checkpoint(str(folder), components=("transformer", "scheduler")), dtype, **how)
+
+
+def randomise(transformer, seed: int = 2, spread: float = 0.2):
+    """An adapter that does something: B matrices start at zero. What is trained is drawn anew."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator) * spread
+                # DoRA's magnitudes are lengths, about which they vary.
+                parameter.copy_(parameter * (1 + noise) if parameter.ndim == 1 else noise)
+    return transformer.eval()
+
+
+def trained_adapter(folder: Path, seed: int = 2, **lora):
+    transformer = transformer_of(folder)
+    add_lora(transformer, LoraConfig(**lora), seed=1)
+    return randomise(transformer, seed)
+
+
+def batch_of(samples, dtype: torch.dtype = torch.float32):
+    plan = PlannedBatch(tuple(range(len(samples))), (1.0,) * len(samples))
+    return collate(samples, plan).to(torch.device("cpu"), dtype)
+
+
+def one_batch(photos: Path, encoder, count: int = 1, dtype: torch.dtype = torch.float32):
+    """The first `count` photographs of the first one's shape."""
+    source = open_source(photos)
+    samples = [encoder.encode(source.read(index)) for index in range(12)]
+    return batch_of([sample for sample in samples if sample.shape == samples[0].shape][:count], dtype)
+
+
+def call(transformer, batch):
+    sigmas = torch.full((len(batch),), 0.5, dtype=batch.pixel_latent.dtype)
+    with torch.no_grad():
+        return velocity(transformer, batch.pixel_latent, sigmas, batch, batch.prompt_embed, batch.prompt_embeds_mask)

@@ -1,0 +1,61 @@
+"""A transformer of a few narrow blocks, with weights at which every path counts, and inputs for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+from peft import LoraConfig
+
+WIDTH, JOINT, CHANNELS = 32, 24, 16
+GRIDS = [(1, 4, 6), (1, 4, 4)]  # target and control, in tokens
+IMAGE_TOKENS, TEXT_TOKENS = 40, 7
+LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+def small_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "num_layers": 6,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "joint_attention_dim": JOINT,
+        "in_channels": CHANNELS,
+        "out_channels": 4,
+        "axes_dims_rope": (4, 6, 6),
+        "patch_size": 2,
+        **changes,
+    }
+
+
+def small_transformer(lora: bool = True, **changes: Any) -> QwenImageTransformer2DModel:
+    """All weights from one seed. With `lora`, they are frozen under an adapter that does something."""
+    torch.manual_seed(0)
+    transformer = QwenImageTransformer2DModel(**small_config(**changes)).train()
+    if lora:
+        transformer.requires_grad_(False)
+        transformer.add_adapter(LoraConfig(r=4, target_modules=LORA_TARGETS, init_lora_weights=False))
+    return transformer
+
+
+def inputs(batch: int = 2, text_tokens: int = TEXT_TOKENS, joint: int = JOINT) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "hidden_states": torch.randn(batch, IMAGE_TOKENS, CHANNELS, generator=generator),
+        "encoder_hidden_states": torch.randn(batch, text_tokens, joint, generator=generator),
+        "timestep": torch.linspace(0.2, 0.8, batch),
+        "img_shapes": [GRIDS] * batch,
+        "return_dict": False,
+    }
+
+
+def gradients(transformer: QwenImageTransformer2DModel, **changes: Any) -> dict[str, torch.Tensor]:
+    """Of every trained parameter that has one, and the output as `output`, for a loss to which every output counts.
+
+    The last block's text goes nowhere, and weights behind it have no gradient.
+    """
+    transformer.zero_grad()
+    output = transformer(**{**inputs(), **changes})[0]
+    (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    found = {name: weight.grad.clone() for name, weight in transformer.named_parameters() if weight.grad is not None}
+    return {**found, "output": output.detach().clone()}

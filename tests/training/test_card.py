@@ -1,0 +1,250 @@
+"""The model card and run.json: what is told of a run, and what is not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from qie.config import Config, load_config
+from qie.errors import QieError
+from qie.recipe import Recipe
+from qie.training.card import (
+    CARD_FILE,
+    RUN_FILE,
+    RunReport,
+    card_text,
+    data_digest,
+    library_versions,
+    public_config,
+    read_run,
+    write_card,
+    write_run,
+)
+from qie.training.lora import save_adapter
+from tests.training.adapters import trained_adapter, transformer_of
+
+RECIPE = Recipe(
+    family="edit",
+    **{name: name[0] * 64 for name in ("vae", "text_encoder", "tokenizer", "processor", "template", "resampling")},
+    areas_px=(1024 * 1024,),
+    text_area_px=None,
+    vae_dtype="bfloat16",
+    text_dtype="bfloat16",
+)
+
+
+def config(**sections) -> Config:
+    return Config.model_validate({"model": {"pretrained_model_name_or_path": "Qwen/Qwen-Image-Edit"}, **sections})
+
+
+def report(settings: Config | None = None, **values) -> RunReport:
+    tree = public_config(settings or config())
+    known = {
+        "base_model": "Qwen/Qwen-Image-Edit",
+        "family": "edit",
+        "config": tree,
+        "recipe": json.loads(json.dumps(RECIPE.to_dict())),
+        "recipe_digest": RECIPE.digest,
+        "data_digest": "d" * 64,
+        "samples": 1200,
+        "versions": library_versions(),
+        "devices": ("NVIDIA H200", "NVIDIA H200"),
+        "world_size": 2,
+        "started": "2026-11-20T10:00:00+00:00",
+        "finished": None,
+        "steps": 500,
+        "final_loss": 0.0625,
+        "validation_losses": ((0, 1.5), (200, 0.75), (400, 0.25)),
+        "checkpoints": ("checkpoint-000500",),
+        "peak_memory_bytes": 41_000_000_000,
+        "samples_per_s": 1.25,
+    }
+    return RunReport(**known | values)
+
+
+def front_matter(card: str) -> dict:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def block(card: str, language: str) -> str:
+    """The content of a fenced block, as Markdown ends it: at the first line that is its fence, or longer."""
+    [(_, content)] = re.findall(rf"^(`{{3,}}){language}\n(.*?)^\1`*$", card, re.MULTILINE | re.DOTALL)
+    return content
+
+
+def test_the_front_matter_is_what_the_hub_reads() -> None:
+    front = front_matter(card_text(report(), on_hub=True))
+    assert front["base_model"] == "Qwen/Qwen-Image-Edit"
+    assert front["base_model_relation"] == "adapter"
+    assert front["library_name"] == "diffusers"
+    assert front["pipeline_tag"] == "image-to-image"
+    assert "lora" in front["tags"]
+    assert "license" not in front
+    assert front_matter(card_text(report(), on_hub=True, license="apache-2.0"))["license"] == "apache-2.0"
+
+
+def test_a_local_folder_is_not_told_to_the_hub_as_base_model(tmp_path: Path) -> None:
+    (tmp_path / "a" / "model").mkdir(parents=True)
+    write_card(tmp_path, report(base_model=str(tmp_path / "a" / "model")))
+    assert "base_model" not in front_matter((tmp_path / CARD_FILE).read_text())
+    write_card(tmp_path, report())
+    assert "base_model" in front_matter((tmp_path / CARD_FILE).read_text())
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch):
+    """What the code of the card in tmp_path loads, run there."""
+
+    def load(pipeline: type) -> object:
+        original = pipeline.from_pretrained
+        # Its processor of videos needs torchvision, which is not installed.
+        absent = dict.fromkeys(("processor", "tokenizer", "text_encoder"))
+        monkeypatch.setattr(pipeline, "from_pretrained", lambda path, **how: original(path, **how, **absent))
+        monkeypatch.chdir(tmp_path)
+        found: dict = {}
+        exec(block((tmp_path / CARD_FILE).read_text(), "python"), found)
+        return found["pipe"].transformer
+
+    return load
+
+
+# The new name, `dtype`, is not understood by older releases, and a reader of a card may have any.
+renamed = pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning")
+
+
+@renamed
+def test_the_card_s_code_loads_the_adapter(tiny_edit: Path, tmp_path: Path, loaded) -> None:
+    trained = trained_adapter(tiny_edit, r=4, lora_alpha=10.0)
+    save_adapter(trained, tmp_path)
+    write_card(tmp_path, report(base_model=str(tiny_edit)))
+    found = loaded(diffusers.QwenImageEditPipeline)
+    weights = {name.replace("default_0", "default"): weight for name, weight in found.named_parameters()}
+    assert weights.keys() == dict(trained.named_parameters()).keys()
+    assert all(torch.equal(weights[name], weight.bfloat16()) for name, weight in trained.named_parameters())
+
+
+@renamed
+def test_the_card_s_code_loads_a_transformer_of_which_all_was_trained(tiny_edit_plus: Path, tmp_path, loaded) -> None:
+    trained = transformer_of(tiny_edit_plus)
+    torch.nn.init.ones_(trained.img_in.weight)
+    trained.save_pretrained(tmp_path / "transformer")
+    full = config(model={"pretrained_model_name_or_path": str(tiny_edit_plus), "lora": None})
+    write_card(tmp_path, report(full, base_model=str(tiny_edit_plus), family="edit_plus"))
+    assert (loaded(diffusers.QwenImageEditPlusPipeline).img_in.weight == 1).all()
+    assert "lora" not in front_matter((tmp_path / CARD_FILE).read_text())["tags"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"train": {"epochs": 3}}, {"train": {"max_steps": 7}}])
+def test_the_card_s_configuration_can_be_run_again(tmp_path: Path, settings) -> None:
+    prompt = "say `hi`\n```yaml\nmodel: other\n```\n| ${HOME} $${x} | ---\n# no title"
+    samples = [{"images": ["in.png"], "prompt": prompt}]
+    original = config(**settings, validation={"samples": samples}, optimizer={"init_args": {"lr": 1e-5}})
+    (tmp_path / "again.yaml").write_text(block(card_text(report(original), on_hub=True), "yaml"))
+    again = load_config(tmp_path / "again.yaml")
+    assert again.model_dump() == original.model_dump()
+
+
+def test_names_cannot_break_out_of_the_card() -> None:
+    odd = 'a`b``"c" | d\n# e'
+    card = card_text(report(base_model=odd, devices=(odd,)), on_hub=True)
+    assert front_matter(card)["base_model"] == odd
+    assert [line for line in card.splitlines() if line.startswith("#")] == [
+        '# LoRA of ``` a`b``"c" | d # e ```',
+        "## Configuration",
+    ]
+    assert '| devices | 1 × ``` a`b``"c" \\| d # e ``` |' in card.splitlines()
+    compile(block(card, "python"), "card", "exec")
+
+
+def test_a_readme_of_another_author_stays(tmp_path: Path) -> None:
+    (tmp_path / CARD_FILE).write_text("mine")
+    write_card(tmp_path, report())
+    assert (tmp_path / CARD_FILE).read_text() == "mine"
+    (tmp_path / CARD_FILE).unlink()
+    write_card(tmp_path, report(steps=1))
+    write_card(tmp_path, report(steps=2))
+    assert "| steps | 2 |" in (tmp_path / CARD_FILE).read_text()
+
+
+def test_the_card_tells_losses_and_leaves_out_what_is_not_known() -> None:
+    card = card_text(report(), on_hub=True)
+    assert "1.5000 at step 0 → 0.2500 at step 400" in card
+    assert "0.0625" in card
+    bare = report(final_loss=None, validation_losses=(), peak_memory_bytes=None, samples_per_s=None)
+    names = {line.split(" | ")[0].strip("| ") for line in card_text(bare, on_hub=True).splitlines() if line[:1] == "|"}
+    assert not names & {"training loss, last step", "validation loss", "peak memory, bytes", "samples per second"}
+    assert "steps" in names
+
+
+def test_run_json_round_trips(tmp_path: Path) -> None:
+    for told in (report(), report(final_loss=None, finished="2026-11-20T11:00:00+00:00", validation_losses=())):
+        write_run(tmp_path, told)
+        assert read_run(tmp_path) == told
+
+
+def test_a_loss_that_is_no_number_is_told_as_none(tmp_path: Path) -> None:
+    write_run(tmp_path, report(final_loss=float("nan")))
+    assert read_run(tmp_path).final_loss is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"steps": 1}'])
+def test_what_is_no_report_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / RUN_FILE).write_text(content)
+    with pytest.raises(QieError, match="report cannot be read"):
+        read_run(tmp_path)
+
+
+def test_secrets_are_in_neither_file(tmp_path: Path) -> None:
+    secret = "s3cr3t"
+    arguments = {
+        "lr": 1e-4,
+        "api_key": secret,
+        "authToken": secret,
+        "nested": [{"PASSWORD": secret, "secrets": {"a": [secret], "b": 1}}],
+    }
+    settings = config(
+        optimizer={"init_args": arguments},
+        data={"source": f"https://user:{secret}@host/rows.csv?sig={secret}&x=1"},
+        cache={"cache_dir": f"https://host/shards?X-Amz-Signature={secret}"},
+    )
+    # Also of a configuration that did not go through public_config.
+    for tree in (public_config(settings), settings.model_dump(mode="json")):
+        told = replace(report(), config=tree)
+        write_run(tmp_path, told)
+        write_card(tmp_path, told)
+        for file in (RUN_FILE, CARD_FILE):
+            text = (tmp_path / file).read_text()
+            assert secret not in text
+            assert "host/rows.csv" in text
+        assert read_run(tmp_path).config["optimizer"]["init_args"]["lr"] == 1e-4
+
+
+def test_the_configuration_s_own_values_are_no_secrets() -> None:
+    tree = public_config(config(data={"source": "s3://bucket/rows-00?.tar"}))
+    assert tree == config(data={"source": "s3://bucket/rows-00?.tar"}).model_dump(mode="json")
+    assert "***" not in json.dumps(asdict(report()))
+
+
+def test_the_data_digest_depends_on_the_keys_and_not_on_their_order() -> None:
+    keys = np.random.default_rng(0).integers(0, 256, (50, 32), dtype=np.uint8)
+    keys[:10, :24] = 0  # what differs may be the end alone
+    same = data_digest(keys[np.random.default_rng(1).permutation(50)])
+    assert data_digest(keys) == same
+    assert len(same) == 64
+    for changed in (keys[1:], np.concatenate([keys, keys[:1]]), np.where(np.arange(32) == 31, keys ^ 1, keys)):
+        assert data_digest(changed) != same
+    assert data_digest(keys[:0]) != same
+
+
+def test_the_data_digest_is_sha256_of_the_sorted_keys() -> None:
+    keys = np.random.default_rng(0).integers(0, 256, (20, 32), dtype=np.uint8)
+    assert data_digest(keys) == hashlib.sha256(b"".join(sorted(bytes(key) for key in keys))).hexdigest()

@@ -1,0 +1,120 @@
+"""Law 5 with real processes: a run that was killed with -9 and goes on is the run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from qie.data.sources import open_source
+from qie.precompute import precompute
+from tests.conftest import ROOT
+
+DYING = """
+import os, signal, sys
+from qie.cli.train import main
+from qie.training.run import Run
+
+take_step = Run.take_step
+
+def last_step(run):
+    if run.step == {steps}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return take_step(run)
+
+Run.take_step = last_step
+main(sys.argv[1:])
+"""
+
+
+def started(
+    config: Path, output: Path, *more: str, code: str = "from qie.cli.train import main; main()"
+) -> subprocess.Popen:
+    command = [sys.executable, "-c", code, "--quiet", "--config", str(config)]
+    return subprocess.Popen(
+        [*command, "--set", f"train.output_dir={output}", *more],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen, expected: int = 0) -> None:
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == expected, errors[-3000:]
+
+
+def steps(output: Path) -> list[dict]:
+    """What is told of each step, but for how long it took."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    changing = {"samples_per_s", "step_time_s", "data_wait_s", "peak_memory_bytes", "mfu"}
+    return [{name: value for name, value in line.items() if name not in changing} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def config(tiny_edit: Path, photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    precompute(open_source(photos), encoder, folder / "shards", rows=(0, 9))
+    settings = {
+        "model": {
+            "pretrained_model_name_or_path": str(tiny_edit),
+            "lora": {"r": 4, "lora_dropout": 0.1},
+        },
+        "data": {"caption_dropout_rate": 0.3, "control_dropout_rate": 0.2, "batch_size": 2},
+        "cache": {"cache_dir": str(folder / "shards")},
+        "train": {
+            "max_steps": 40,
+            "mixed_precision": "no",
+            "checkpoint_every": 5,
+            "keep_last": 2,
+            "ema_decay": 0.9,
+            "seed": 3,
+        },
+        "optimizer": {"init_args": {"lr": 0.01}},
+        "lr_scheduler": {"warmup_steps": 4},
+        "validation": {"rows": 2, "every": 10},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "config.yaml"
+
+
+def test_40_steps_are_17_steps_a_kill_and_the_rest_bit_for_bit(config: Path, tmp_path: Path) -> None:
+    whole = started(config, tmp_path / "whole")
+    killed = started(config, tmp_path / "killed", code=DYING.format(steps=17))
+    ended(whole)
+    ended(killed, -signal.SIGKILL)
+    assert [path.name for path in sorted((tmp_path / "killed").glob("checkpoint-*"))] == [
+        "checkpoint-000010",
+        "checkpoint-000015",
+    ]
+    resumed = started(config, tmp_path / "killed", "--resume", "latest")
+    ended(resumed)
+
+    assert steps(tmp_path / "killed") == steps(tmp_path / "whole")
+    assert len([line for line in steps(tmp_path / "whole") if "loss" in line]) == 40
+    mine, theirs = tmp_path / "killed" / "checkpoint-000040", tmp_path / "whole" / "checkpoint-000040"
+    names = ["pytorch_lora_weights.safetensors", "ema/pytorch_lora_weights.safetensors", "optimizer.safetensors"]
+    for name in names:
+        assert (mine / name).read_bytes() == (theirs / name).read_bytes(), name
+    start = load_file(theirs / "pytorch_lora_weights.safetensors")
+    average = load_file(theirs / "ema" / "pytorch_lora_weights.safetensors")
+    assert start.keys() == average.keys()
+    assert any(not bool((start[name] == average[name]).all()) for name in start)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_after_its_step_saved_and_with_0(config: Path, tmp_path: Path, number: int) -> None:
+    asking = DYING.replace("signal.SIGKILL", f"{int(number)}")
+    process = started(config, tmp_path / "run", code=asking.format(steps=3))
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "stopped after 4 steps" in output
+    assert os.listdir(tmp_path / "run") and (tmp_path / "run" / "checkpoint-000004" / "state.json").is_file()

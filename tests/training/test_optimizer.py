@@ -1,0 +1,153 @@
+"""Optimizers and schedules by name, and an optimizer's state that fits whoever holds the parameters."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from qie.config import OptimizerConfig, SchedulerConfig
+from qie.errors import ConfigError
+from qie.training.optimizer import load_named_state, make_optimizer, make_schedule, named_state
+
+CLASSES = {
+    "torch.optim.AdamW": {"lr": 0.1},
+    "torch.optim.SGD": {"lr": 0.1, "momentum": 0.9},
+    "torch.optim.Adafactor": {"lr": 0.1},
+    "prodigyopt.Prodigy": {"lr": 1.0},
+    "bitsandbytes.optim.AdamW8bit": {"lr": 0.1, "min_8bit_size": 64},
+}
+
+
+def parameters(order: tuple[str, ...] = ("a", "b", "c")) -> dict[str, torch.nn.Parameter]:
+    made = {
+        name: torch.nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(ord(name))))
+        for name in ("a", "b", "c")
+    }
+    return {name: made[name] for name in order}
+
+
+def step(optimizer: torch.optim.Optimizer, weights: dict[str, torch.nn.Parameter], number: int) -> None:
+    for name, weight in weights.items():
+        generator = torch.Generator().manual_seed(1000 * number + ord(name))
+        weight.grad = torch.randn(weight.shape, generator=generator)
+    optimizer.step()
+
+
+def made(path: str, weights: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    pytest.importorskip(path.partition(".")[0])
+    return make_optimizer(OptimizerConfig(class_path=path, init_args=CLASSES[path]), list(weights.values()))
+
+
+@pytest.mark.parametrize("path", CLASSES)
+def test_an_optimizer_that_goes_on_from_its_saved_state_is_the_one_that_never_stopped(path: str) -> None:
+    """Even when its parameters come in another order, as those of other processes may."""
+    if path.startswith("bitsandbytes") and not torch.cuda.is_available():
+        pytest.skip("8-bit optimizers of bitsandbytes want a GPU")
+    weights = parameters()
+    optimizer = made(path, weights)
+    for number in range(3):
+        step(optimizer, weights, number)
+    tensors, numbers = named_state(optimizer, weights)
+    tensors, numbers = load(save(tensors)), json.loads(json.dumps(numbers))
+    other = parameters(("c", "a", "b"))
+    for name, weight in other.items():
+        weight.data.copy_(weights[name].data)
+    again = made(path, other)
+    load_named_state(again, other, tensors, numbers)
+    for number in range(3, 6):
+        step(optimizer, weights, number)
+        step(again, other, number)
+    assert all(torch.equal(weights[name], other[name]) for name in weights)
+
+
+def test_without_the_state_the_optimizer_would_go_elsewhere() -> None:
+    weights, other = parameters(), parameters()
+    optimizer, fresh = made("torch.optim.AdamW", weights), made("torch.optim.AdamW", other)
+    step(optimizer, weights, 0)
+    for name, weight in other.items():
+        weight.data.copy_(weights[name].data)
+    step(optimizer, weights, 1)
+    step(fresh, other, 1)
+    assert not torch.equal(weights["a"], other["a"])
+
+
+def test_a_state_of_a_parameter_that_is_not_there_is_no_state_of_this_run() -> None:
+    weights = parameters()
+    optimizer = made("torch.optim.AdamW", weights)
+    step(optimizer, weights, 0)
+    tensors, numbers = named_state(optimizer, weights)
+    fewer = {"a": weights["a"]}
+    with pytest.raises(KeyError):
+        load_named_state(made("torch.optim.AdamW", fewer), fewer, tensors, numbers)
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "what"),
+    [
+        ("torch.optim.Adamm", {}, "no such class"),
+        ("nowhere.Adam", {}, "no such class"),
+        ("AdamW", {}, "no such class"),
+        ("torch.nn.Linear", {}, "not of the right kind"),
+        ("torch.optim.LBFGS", {}, "evaluates the loss"),
+        ("torch.optim.AdamW", {"learning_rate": 1}, "arguments are refused"),
+        ("torch.optim.AdamW", {"lr": -1.0}, "arguments are refused"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_refused(path: str, arguments: dict, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        make_optimizer(OptimizerConfig(class_path=path, init_args=arguments), list(parameters().values()))
+
+
+def rates(section: SchedulerConfig, steps: int = 12) -> list[float]:
+    weights = parameters()
+    optimizer = made("torch.optim.AdamW", weights)
+    schedule = make_schedule(section, optimizer, steps)
+    found = []
+    for _ in range(steps):
+        found.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"]
+)
+def test_every_schedule_of_diffusers_works_and_warms_up(name: str) -> None:
+    found = rates(SchedulerConfig(scheduler_type=name, warmup_steps=4, num_cycles=2, power=2.0))
+    assert found[4] == pytest.approx(0.1)
+    assert name == "constant" or found[:4] == pytest.approx([0, 0.025, 0.05, 0.075])
+    assert name.startswith("constant") or found[-1] < 0.05
+
+
+def test_cycles_and_power_change_the_schedules_that_have_them() -> None:
+    once, twice = (rates(SchedulerConfig(scheduler_type="cosine_with_restarts", num_cycles=n)) for n in (1, 2))
+    straight, bent = (rates(SchedulerConfig(scheduler_type="polynomial", warmup_steps=0, power=p)) for p in (1.0, 3.0))
+    assert straight[6] > bent[6]
+    assert once == twice  # still warming up
+    once, twice = (
+        rates(SchedulerConfig(scheduler_type="cosine_with_restarts", warmup_steps=0, num_cycles=n)) for n in (1, 2)
+    )
+    assert once[5] > twice[5] and once[6] < twice[6]
+
+
+def test_a_schedule_of_torch_is_found_by_its_path() -> None:
+    section = SchedulerConfig(class_path="torch.optim.lr_scheduler.StepLR", init_args={"step_size": 5, "gamma": 0.5})
+    assert rates(section) == pytest.approx([0.1] * 5 + [0.05] * 5 + [0.025] * 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "what"),
+    [
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau", {}, "wants to see a loss"),
+        ("torch.optim.lr_scheduler.Nope", {}, "no such class"),
+        ("torch.optim.AdamW", {}, "not of the right kind"),
+        ("torch.optim.lr_scheduler.StepLR", {}, "arguments are refused"),
+    ],
+)
+def test_a_schedule_that_cannot_be_used_is_refused(path: str, arguments: dict, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        rates(SchedulerConfig(class_path=path, init_args=arguments))

@@ -1,0 +1,194 @@
+"""Quantised bases: how small they are, what they keep, and that adapters learn on them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qie.config import LoraConfig, LossConfig
+from qie.errors import ConfigError
+from qie.training.lora import add_lora
+from qie.training.quantize import is_quantized
+from qie.training.step import Objective
+from tests.conftest import ROOT
+from tests.training.adapters import call, one_batch, randomise, transformer_of
+
+pytest.importorskip("torchao")
+pytest.importorskip("bitsandbytes")
+KINDS = ["fp8", "int8", "nf4"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def batch(photos: Path, encoder):
+    return one_batch(photos, encoder, count=2)
+
+
+def stored_bytes(tensor) -> int:
+    """All that stands for a weight: values, scales, and scales of scales."""
+    if state := getattr(tensor, "quant_state", None):
+        parts = [tensor.data, *(part for part in state.as_dict().values() if isinstance(part, torch.Tensor))]
+    else:
+        parts = [getattr(tensor, name) for name in getattr(tensor, "tensor_data_names", [])] or [tensor]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def block_weights(transformer) -> dict[str, torch.Tensor]:
+    named = transformer.transformer_blocks.named_modules()
+    return {name: module.weight for name, module in named if isinstance(module, torch.nn.Linear)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_block_but_for_the_first_modulation_is_stored_in_fewer_bits(tiny_edit: Path, kind) -> None:
+    plain, quantised = (transformer_of(tiny_edit, torch.bfloat16, quantize=how) for how in (None, kind))
+    assert is_quantized(quantised) and not is_quantized(plain)
+    weights, before = block_weights(quantised), block_weights(plain)
+    whole = [name for name, weight in weights.items() if stored_bytes(weight) == stored_bytes(before[name])]
+    assert whole == ["0.img_mod.1"]
+    for name in weights.keys() - set(whole):
+        rows, columns = before[name].shape
+        # A byte and a float32 for each row; or half a byte, and one of 8 bits for 64 weights with two small tables.
+        expected = rows * columns + 4 * rows if kind != "nf4" else rows * columns * (1 / 2 + 1 / 64)
+        slack = 0 if kind != "nf4" else 1024 + 64 + 4 * (rows * columns / 64 / 256 + 1) + 8
+        assert expected <= stored_bytes(weights[name]) <= expected + slack, name
+    outside = {name for name, _ in plain.named_parameters() if "transformer_blocks" not in name}
+    parameters = dict(quantised.named_parameters())
+    assert all(torch.equal(parameters[name], dict(plain.named_parameters())[name]) for name in outside)
+
+
+# What rounding to 3 bits of mantissa, to 127 steps, and to 16 values leaves of the prediction, on this model.
+@pytest.mark.parametrize(("kind", "error"), [("fp8", 0.06), ("int8", 0.02), ("nf4", 0.3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_base_predicts_nearly_the_same(tiny_edit: Path, batch, kind, error, dtype) -> None:
+    inputs = batch.to(CPU, dtype)
+    expected = call(transformer_of(tiny_edit), batch)
+    found = call(transformer_of(tiny_edit, dtype, quantize=kind).eval(), inputs).float()
+    deviation = float((found - expected).std() / expected.std())
+    assert 0.001 < deviation < error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_learns_on_a_quantised_base_which_stays_as_it_is(tiny_edit: Path, batch, kind) -> None:
+    transformer = transformer_of(tiny_edit, quantize=kind)
+    add_lora(transformer, LoraConfig(r=4, target_modules=["to_q", "to_out.0", "img_mlp.net.2"]), seed=0)
+    objective = Objective(LossConfig(shift="none"), 0.0, 0, {}, CPU, torch.float32)
+    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    base = {name: copy.deepcopy(weight) for name, weight in block_weights(transformer).items()}
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss = objective.loss(transformer, batch, 0)  # of one step number: noise is fixed
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
+    after = block_weights(transformer)
+    assert all(stored_bytes(after[name]) == stored_bytes(base[name]) for name in base)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_gets_the_gradients_that_the_restored_weights_give(tiny_edit: Path, batch, kind) -> None:
+    """A plain base that holds the restored weights computes the same, forward and backward."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    quantised, plain = transformer_of(tiny_edit, quantize=kind), transformer_of(tiny_edit)
+    for name, module in quantised.transformer_blocks.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            plain.transformer_blocks.get_submodule(name).weight.data = dequantize_module_weight(module).detach()
+    objective = Objective(LossConfig(shift="none"), 0.0, 0, {}, CPU, torch.float32)
+    gradients = []
+    for transformer in (quantised, plain):
+        add_lora(transformer, LoraConfig(r=4), seed=0)
+        randomise(transformer)
+        objective.loss(transformer, batch, 0).backward()
+        found = {name: weight.grad for name, weight in transformer.named_parameters() if weight.grad is not None}
+        gradients.append({name.replace(".base_layer", ""): gradient for name, gradient in found.items()})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[1].items():
+        assert (gradients[0][name] - gradient).abs().max() <= 1e-4 * gradient.std(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_kept_in_full_precision_for_the_backward_pass(tiny_edit: Path, batch, kind) -> None:
+    transformer = transformer_of(tiny_edit, quantize=kind)
+    add_lora(transformer, LoraConfig(r=4), seed=0)
+    shapes = {weight.shape for weight in block_weights(transformer_of(tiny_edit)).values()}
+    mine = {parameter.data_ptr() for parameter in transformer.parameters() if type(parameter) is torch.nn.Parameter}
+    kept: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        weight = tensor.ndim == 2 and tensor.is_floating_point() and {tensor.shape, tensor.T.shape} & shapes
+        if weight and tensor.data_ptr() not in mine:
+            kept.append(tensor.shape)
+        return tensor
+
+    objective = Objective(LossConfig(shift="none"), 0.0, 0, {}, CPU, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        objective.loss(transformer, batch, 0)
+    assert kept == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_looking_without_gradients_does_not_change_the_base(tiny_edit: Path, batch, kind) -> None:
+    """bitsandbytes repacks weights in evaluation on some CPUs, and rounds their scales once more."""
+    transformer = transformer_of(tiny_edit, quantize=kind)
+    expected = call(transformer.train(), batch)
+    assert torch.equal(call(transformer.eval(), batch), expected)
+    assert torch.equal(call(transformer.train(), batch), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantising_leaves_the_options_of_the_process_alone(tiny_edit: Path, kind) -> None:
+    import torch._inductor.config as inductor
+
+    before = torch.get_float32_matmul_precision(), inductor.save_config()
+    transformer_of(tiny_edit, quantize=kind)
+    assert (torch.get_float32_matmul_precision(), inductor.save_config()) == before
+
+
+@pytest.mark.parametrize(("kind", "package"), [("fp8", "torchao.quantization"), ("nf4", "bitsandbytes.nn")])
+def test_a_missing_package_is_named_with_how_to_install_it(tiny_edit: Path, monkeypatch, kind, package) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError) as caught:
+        transformer_of(tiny_edit, quantize=kind)
+    assert all(word in str(caught.value) for word in ["model.quantize", kind, "pip install qie[quant]"])
+
+
+DDP = """
+import sys
+import torch
+from pathlib import Path
+from qie.config import LoraConfig
+from qie.training.lora import add_lora
+from tests.training.adapters import transformer_of
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+for kind in sys.argv[2:]:
+    transformer = transformer_of(Path(sys.argv[1]), quantize=kind)
+    add_lora(transformer, LoraConfig(r=4), seed=rank)
+    wrapped = torch.nn.parallel.DistributedDataParallel(transformer, find_unused_parameters=True)
+    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    total = torch.stack([parameter.detach().double().sum() for parameter in trained]).sum()
+    totals = [torch.zeros_like(total) for _ in range(2)]
+    torch.distributed.all_gather(totals, total)
+    assert totals[0] == totals[1] != 0, (kind, totals)
+    del wrapped
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_share_the_adapter_on_a_quantised_base(tiny_edit: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DDP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(tmp_path / "script.py"), str(tiny_edit), *KINDS]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,91 @@
+"""Write the tables of docs/configuration.md, from the classes of the configuration: python tools/config_docs.py
+
+What stands above the marker in that page is kept.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qie.config import Config
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+MARKER = "<!-- From here on tools/config_docs.py writes. -->\n"
+
+Json = dict[str, Any]
+BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+WORDS = {"boolean": "true or false", "string": "text", "object": "keys and values"}
+LAST = {"array": 1, "null": 2}  # of several types, these are named last
+
+
+def page(text: str) -> str:
+    """The page `text` with the tables of today."""
+    above, marker, _ = text.partition(MARKER)
+    return above + marker + "\n" + "\n".join(sections())
+
+
+def sections() -> list[str]:
+    """A heading, a sentence and a table for each section, in the order of the file."""
+    schema = Config.model_json_schema()
+    definitions = schema.pop("$defs")
+    return [
+        part
+        for name, field in schema["properties"].items()
+        for part in section(name, definitions[target(field)], definitions)
+    ]
+
+
+def section(name: str, model: Json, definitions: Json) -> list[str]:
+    """The table of one section, and behind it those of the sections within it."""
+    lines = [f"## {name}\n", f"{model['description']}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
+    inner = []
+    for key, field in model["properties"].items():
+        kind, meaning = words(field), field.get("description")
+        default = f"`{value(field['default'])}`" if "default" in field else "required"
+        if found := target(field):
+            path = f"{name}.{key}.N" if "list" in kind else f"{name}.{key}"
+            inner += section(path, definitions[found], definitions)
+            kind = kind.replace("section", f"[{path}](#{path.replace('.', '').lower()})")
+            meaning = meaning or definitions[found]["description"]
+            default = "its defaults" if isinstance(field.get("default"), dict) else default
+        lines.append(f"| `{key}` | {kind} | {default} | {meaning} |")
+    return ["\n".join(lines) + "\n", *inner]
+
+
+def target(field: Json) -> str | None:
+    """The name of the section that a field holds, by itself or in a list."""
+    if "$ref" in field:
+        return str(field["$ref"]).rpartition("/")[2]
+    inner = [*field.get("anyOf", []), *([field["items"]] if "items" in field else [])]
+    return next(filter(None, map(target, inner)), None)
+
+
+def words(field: Json) -> str:
+    """The type of a field as one would say it: `integer > 0`, `text or list of text`."""
+    if "anyOf" in field:
+        kinds = sorted(field["anyOf"], key=lambda kind: LAST.get(kind.get("type", ""), 0))
+        return " or ".join(map(words, kinds))
+    if "$ref" in field:
+        return "section"
+    if "enum" in field:
+        return ", ".join(f"`{value(choice)}`" for choice in field["enum"])
+    if field["type"] == "array":
+        low, high = field.get("minItems"), field.get("maxItems")
+        count = f"{low} × " if low and low == high else f"{low} or more × " if low else ""
+        return f"list of {count}{words(field['items'])}"
+    bounds = [f"{sign} {value(field[bound]).removesuffix('.0')}" for bound, sign in BOUNDS.items() if bound in field]
+    kind = str(field.get("format") or WORDS.get(field["type"], field["type"]))
+    return f"{kind} {', '.join(bounds)}".strip()
+
+
+def value(default: Any) -> str:
+    """A value as YAML."""
+    text: str = yaml.safe_dump(default, default_flow_style=True, width=1000)
+    return text.strip().removesuffix("...").strip()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
