@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 
+import numpy as np
 import torch
 
 from qie.data.epoch import PlannedBatch
@@ -27,13 +28,13 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
     prompts = [sample.prompt_embed for sample in samples]
     prompt = _room(prompts[0], (len(samples), max(map(len, prompts)), prompts[0].shape[1]), pinned)
     for slot, embed in zip(prompt, prompts, strict=True):
-        slot[: len(embed)].copy_(embed)
+        _copy(slot[: len(embed)], embed)
         slot[len(embed) :].zero_()
     empty_lengths = [sample.shared_prefix + len(sample.empty_tail) for sample in samples]
     tails = [sample.empty_tail for sample in samples]
     tail = _room(prompts[0], (len(samples), max(map(len, tails)), prompts[0].shape[1]), pinned)
     for slot, part in zip(tail, tails, strict=True):
-        slot[: len(part)].copy_(part)
+        _copy(slot[: len(part)], part)
         slot[len(part) :].zero_()
     controls = zip(*(sample.control_latent for sample in samples), strict=True)
     return Batch(
@@ -90,7 +91,19 @@ _rooms = _Rooms()
 
 
 def _stacked(tensors: Sequence[torch.Tensor], pinned: bool) -> torch.Tensor:
-    return torch.stack(list(tensors), out=_room(tensors[0], (len(tensors), *tensors[0].shape), pinned))
+    stacked = _room(tensors[0], (len(tensors), *tensors[0].shape), pinned)
+    for slot, tensor in zip(stacked, tensors, strict=True):
+        _copy(slot, tensor)
+    return stacked
+
+
+def _copy(slot: torch.Tensor, tensor: torch.Tensor) -> None:
+    """As `slot.copy_(tensor)`, but in this thread alone: torch would start threads for it in each reader thread, and they
+    would wait for one another. NumPy copies without Python's lock."""
+    if slot.device.type == tensor.device.type == "cpu":
+        np.copyto(slot.numpy(), tensor.numpy())
+    else:
+        slot.copy_(tensor)
 
 
 def _mask(lengths: list[int]) -> torch.Tensor | None:
