@@ -201,3 +201,7 @@ def _finish(skipped: Sequence[Skipped], most: int = 20) -> None:
     if len(skipped) > most:
         click.echo(f"… and {len(skipped) - most} more; qie-stats lists them all", err=True)
     sys.exit(1 if skipped else 0)
+
+
+if __name__ == "__main__":
+    main()

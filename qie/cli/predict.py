@@ -62,3 +62,7 @@ def main(
         image, target, {"prompt": prompt, "negative_prompt": negative_prompt, "steps": steps, "cfg": cfg, "seed": seed}
     )
     click.echo(f"{target}: {image.width}×{image.height}")
+
+
+if __name__ == "__main__":
+    main()

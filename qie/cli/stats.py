@@ -84,3 +84,7 @@ def _print(summary: Summary, verified: bool) -> None:
         click.echo(f"fault: {fault}", err=True)
     if verified and not summary.faults:
         click.echo("verified: every shard is what its index says")
+
+
+if __name__ == "__main__":
+    main()

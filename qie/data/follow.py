@@ -100,7 +100,10 @@ class GrowingSamples:
             return False
         self._parts += open_parts(new, self.cache)
         if any(len(part.table) for part in self._parts):
-            self._shards = ShardSet(self._parts, self.verify)
+            shards = ShardSet(self._parts, self.verify)
+            if self._shards is not None:
+                shards.trust(self._shards)
+            self._shards = shards
         return True
 
     def wait(self) -> None:

@@ -64,6 +64,13 @@ class Stream(IterableDataset[Batch]):
         self._check()
         columns, digests = self.samples.columns, self.samples.digests
         self._columns = columns
+        unknown = [name for name, weight in self.weights.items() if weight != 1 and name not in columns.source_names]
+        if unknown:
+            raise UsageError(
+                f"no sample is of the source {unknown[0]!r}, which has a weight",
+                expected=f"one of {', '.join(map(repr, columns.source_names))}",
+                hint="give the sources the names that they had when the shards were written",
+            )
         self._validation, self.held_out = held_out(digests, columns.rows, self.validation_rows)
         _hold_out_equals(self.held_out, digests)
         if len(columns) and self.held_out.all():

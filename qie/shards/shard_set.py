@@ -70,6 +70,10 @@ class ShardSet:
         """
         return cls(open_parts(find_indexes(places), cache), verify)
 
+    def trust(self, before: ShardSet) -> None:
+        """Do not check again what `before` has checked, whose shards are the first ones here."""
+        self._seen[: len(before)] = before._seen
+
     def __len__(self) -> int:
         return len(self.table)
 

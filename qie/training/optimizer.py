@@ -99,9 +99,14 @@ def named_state(
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
 
+    places: set[int] = set()
+
     def put(path: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            tensors[path] = whole(value)
+            found = whole(value)
+            # Those of 8 bits share their tables, and a file holds no shared tensors.
+            tensors[path] = found.clone() if found.data_ptr() in places else found
+            places.add(found.data_ptr())
         else:
             numbers[path] = value
 

@@ -115,6 +115,16 @@ def test_from_a_bucket_the_same_is_fetched(folder: Path, s3: S3) -> None:
             assert_for_training(shards.fetch(position), sample)
 
 
+def test_what_a_smaller_set_has_checked_is_not_checked_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = ShardSet.open([folder]), ShardSet.open([folder])
+    before.fetch(3)
+    after.trust(before)
+    monkeypatch.setattr("qie.shards.reader.decode", lambda *_: pytest.fail("parsed"))
+    after.fetch(3)
+    with pytest.raises(pytest.fail.Exception, match="parsed"):
+        after.fetch(2)
+
+
 def test_fetched_again_no_header_is_parsed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = ShardSet.open([folder])
     shards.fetch(3)

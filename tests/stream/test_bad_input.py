@@ -190,6 +190,12 @@ def test_a_weight_that_is_no_positive_number_is_refused(shards: Path, weight: fl
     assert "weight" in refused(UsageError, shards, weights={"": weight}).what
 
 
+def test_a_weight_of_a_source_that_is_not_there_is_refused_with_those_that_are(shards: Path) -> None:
+    error = refused(UsageError, shards, weights={"photos": 2.0})
+    assert "'photos'" in error.what and error.expected == "one of ''"
+    assert len(open_stream(shards, weights={"photos": 1.0})) == 5, "a weight that changes nothing is none"
+
+
 # As many as there are
 
 _MANY = """

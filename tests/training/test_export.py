@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from qie.errors import QieError, UsageError
 from qie.pretrained import open_checkpoint
-from qie.training import export, lora_file
+from qie.training import lora_file
 from qie.training.export import export_adapter, find_adapter, merge_adapter
 from qie.training.lora import save_adapter
 from qie.training.lora_file import ADAPTER_FILE

@@ -44,8 +44,6 @@ def made(path: str, weights: dict[str, torch.nn.Parameter]) -> torch.optim.Optim
 @pytest.mark.parametrize("path", CLASSES)
 def test_an_optimizer_that_goes_on_from_its_saved_state_is_the_one_that_never_stopped(path: str) -> None:
     """Even when its parameters come in another order, as those of other processes may."""
-    if path.startswith("bitsandbytes") and not torch.cuda.is_available():
-        pytest.skip("8-bit optimizers of bitsandbytes want a GPU")
     weights = parameters()
     optimizer = made(path, weights)
     for number in range(3):

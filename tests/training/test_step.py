@@ -225,7 +225,7 @@ def test_huber_and_weighting_reach_the_loss() -> None:
     assert not torch.allclose(ignored.losses(Still(), batch, draws).loss, found, rtol=0.1)
 
 
-@pytest.mark.parametrize(("foreground", "background"), [(1.0, 0.1), (0.0, 1.0), (5.0, 2.0)])
+@pytest.mark.parametrize(("foreground", "background"), [(1.0, 0.1), (0.5, 1.0), (5.0, 2.0)])
 def test_a_mask_weighs_the_loss_where_its_two_weights_differ(foreground: float, background: float) -> None:
     batch = batch_of(sample(0, mask=True), sample(1))
     assert batch.loss_mask is not None and (batch.loss_mask[1] == 255).all()

@@ -70,19 +70,27 @@ def configured(model: Path, lora: dict | None) -> dict:
     }
 
 
+@pytest.fixture(scope="module", params=[ADAPTER, None], ids=["LoRA", "all weights"])
+def alone(tiny_edit: Path, shards: Path, tmp_path_factory: pytest.TempPathFactory, request) -> tuple[dict, Path]:
+    """A configuration, and the run of one process."""
+    config, folder = configured(tiny_edit, request.param), tmp_path_factory.mktemp("alone") / "run"
+    train(folder, shards, config, 2)
+    return config, folder
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS.keys())
-@pytest.mark.parametrize("lora", [ADAPTER, None], ids=["LoRA", "all weights"])
 def test_two_processes_train_as_one_does_and_their_checkpoints_move(
-    tiny_edit: Path, shards: Path, tmp_path: Path, launcher: tuple[str, ...], lora: dict | None
+    alone: tuple[dict, Path], shards: Path, tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
-    config = configured(tiny_edit, lora)
-    train(tmp_path / "one", shards, config, 2)
+    config, one = alone
     train(tmp_path / "two", shards, config, 1, launcher=launcher)
     # Sums over a batch are taken in another order: the stated tolerance is 1e-5 of the values.
-    expected = [pytest.approx(values, rel=1e-5) for values in losses(tmp_path / "one")]
+    expected = [pytest.approx(values, rel=1e-5) for values in losses(one)]
     assert len(expected) == 9
     assert losses(tmp_path / "two") == expected
+    assert losses(tmp_path / "two")[0] == losses(one)[0], "before the first step the validation loss is the same one"
 
+    shutil.copytree(one, tmp_path / "one")
     for folder in ("one", "two"):
         shutil.rmtree(tmp_path / folder / "checkpoint-000006")
     train(tmp_path / "two", shards, config, 2, "--resume", "latest")
