@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -58,6 +60,7 @@ def main(
     main_process, sharded = accelerator.is_main_process, accelerator.distributed_type == "FSDP"
     quiet = quiet or not main_process
     with (
+        _interruptible(),
         training_stream(config, checkpoint.family.name, shards, accelerator, follow=follow, quiet=quiet) as stream,
         Progress("training", config.train.max_steps, "steps", quiet=quiet) as progress,
     ):
@@ -73,7 +76,17 @@ def main(
         )
     if main_process:
         state = "stopped" if outcome.interrupted else "done"
-        click.echo(f"{state} after {outcome.step} steps; adapter and state in {outcome.checkpoint}")
+        click.echo(f"{state} after {outcome.step} steps; weights and state in {outcome.checkpoint}")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Say how to go on after a second Ctrl-C, or one before the first step: the same command would begin anew."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("interrupted: checkpoints stay; go on from the last one with --resume latest", err=True)
+        sys.exit(130)
 
 
 def _listener(progress: Progress, output_dir: Path) -> Listener:

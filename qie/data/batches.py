@@ -98,8 +98,10 @@ def _stacked(tensors: Sequence[torch.Tensor], pinned: bool) -> torch.Tensor:
 
 
 def _copy(slot: torch.Tensor, tensor: torch.Tensor) -> None:
-    """As `slot.copy_(tensor)`, but in this thread alone: torch would start threads for it in each reader thread, and they
-    would wait for one another. NumPy copies without Python's lock."""
+    """As `slot.copy_(tensor)`, but in this thread alone, and without Python's lock.
+
+    torch would start threads for it in each reader thread, and they would wait for one another.
+    """
     if slot.device.type == tensor.device.type == "cpu":
         np.copyto(slot.numpy(), tensor.numpy())
     else:

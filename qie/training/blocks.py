@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from qie.errors import ConfigError
+from qie.training.sharding import keep_from_ddp
 
 
 def offloaded_blocks(blocks: int, offload: int) -> list[int]:
@@ -34,8 +34,9 @@ def checkpoint_blocks(
 ) -> None:
     """Compute the activations of some blocks again in the backward pass instead of keeping them.
 
-    Numbers do not change by a bit. To be called once, after adapters were added and before the model is spread over
-    processes; what is trained must not change later.
+    Numbers do not change by a bit; of offloaded blocks on a CPU the last ones may, where copies lie otherwise in memory.
+    To be called once, after adapters were added and before the model is spread over processes; what is trained must not
+    change later.
 
     Args:
         transformer: on any device. The offloaded weights leave it; the caller moves what remains to `device`.
@@ -96,11 +97,7 @@ def _wait_in_host_memory(
         )
     _Waiting(blocks, weights, device)
     absent = {id(weight.absent) for some in weights for weight in some}
-    # Each process has them already, and what stands for them cannot be written to.
-    names = [name for name, parameter in transformer.named_parameters() if id(parameter) in absent]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
-        transformer, names
-    )
+    keep_from_ddp(transformer, [name for name, parameter in transformer.named_parameters() if id(parameter) in absent])
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def publish_checkpoint(output_dir: Path, step: int, write: Callable[[Path], dict
             "the checkpoint cannot be written",
             where=folder,
             found=error,
-            hint=f"make room and go on with --resume {before[-1] if before else 'latest'}",
+            hint=f"make room and go on with --resume {before[-1]}" if before else "make room and start again",
         ) from error
     return folder
 
@@ -91,7 +91,8 @@ def read_state(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
 
 def damaged(folder: Path, found: str) -> QieError:
     """The error for a checkpoint that cannot be used; names the one before it."""
-    before = [path for path in checkpoints(folder.parent) if path.name < folder.name]
+    there = checkpoints(folder.parent)
+    before = there[: there.index(folder)] if folder in there else []
     hint = f"go on from the one before: --resume {before[-1]}" if before else "start again, in another train.output_dir"
     return QieError("the checkpoint is damaged or was not written by qie-train", where=folder, found=found, hint=hint)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from qie.config import TrainConfig
 from qie.data.stream import Stream
 from qie.training.step import Draws, Objective
 from qie.types import Batch
@@ -69,3 +71,20 @@ class Feed:
         position = self._stream.state_dict()
         draws = self._objective.draw(batch, number)
         return Prepared(self._objective.moved(batch), draws, epoch, position)
+
+
+def planned_steps(section: TrainConfig, batches: int | None) -> int:
+    """Optimizer steps of a run: `max_steps`, or those of `batches` batches of each process."""
+    if batches is None:
+        return section.max_steps
+    return math.ceil(batches / section.gradient_accumulation_steps)
+
+
+def batches_of(stream: Stream, epochs: int) -> int:
+    """Batches of each process in the first `epochs` epochs. By source weights, one may be longer than another."""
+    lengths = []
+    for epoch in range(epochs):
+        stream.set_epoch(epoch)
+        lengths.append(len(stream))
+    stream.set_epoch(0)
+    return sum(lengths)

@@ -56,7 +56,7 @@ def train(
     """
     output_dir = Path(config.train.output_dir)
     start = find_checkpoint(resume, output_dir) if resume else None
-    if start is None:
+    if start is None or start.parent.resolve() != output_dir.resolve():
         _require_unused(output_dir)
     listener = listener if listener and accelerator.is_main_process else Listener()
     setup = plan_memory(config, checkpoint, stream, accelerator)
@@ -91,7 +91,8 @@ def _taken(run: Run, saved: Path, paint: Painter | None, listener: Listener) -> 
         while not last:
             journal.step(run.take_step())
             last = stopping() or run.step == run.steps
-            if last or run.step % every == 0:
+            # Not where it was asked to stop: a run that goes on from there is to be the run that was never stopped.
+            if run.step == run.steps or run.step % every == 0:
                 look()
             if last or run.step % train.checkpoint_every == 0:
                 saved = run.save(lambda: reporter.report(run.step, ended=run.step == run.steps))

@@ -24,7 +24,7 @@ from qie.config import LoraConfig as LoraSection
 from qie.errors import ConfigError, QieError
 from qie.paths import local_path
 from qie.training.lora_file import ADAPTER_FILE, PREFIX, explained, read_lora, scale_of, settings_of
-from qie.training.sharding import fill, whole
+from qie.training.sharding import fill, keep_from_ddp, whole
 
 _TRAINED = "default"
 
@@ -223,10 +223,7 @@ def _activate(transformer: QwenImageTransformer2DModel) -> None:
     transformer.set_adapter(names)
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(".lora_" in name and f".{_TRAINED}." in name)
-    # DDP sends all other weights from the first process at the start, and cannot send quantised ones. Each process has
-    # read them from the same files.
-    frozen = [name for name, parameter in transformer.named_parameters() if not parameter.requires_grad]
-    transformer._ddp_params_and_buffers_to_ignore = frozen
+    keep_from_ddp(transformer, [name for name, weight in transformer.named_parameters() if not weight.requires_grad])
 
 
 def _require_targets(transformer: QwenImageTransformer2DModel, targets: list[str] | str) -> None:

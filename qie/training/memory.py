@@ -15,8 +15,8 @@ from qie.training.flops import Architecture
 
 Quantization = Literal["fp8", "int8", "nf4"]
 
-# Of a quantised weight. nf4 has a float32 scale for each 64 weights; the others one for each row.
-_QUANTIZED_BYTES: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 4 / 64}
+# Of a quantised weight. nf4 has an 8-bit scale for each 64 weights; the others one for each row.
+_QUANTIZED_BYTES: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 1 / 64}
 # State of a trained weight, in copies of it, by what the class is called; AdamW's two where it is not known.
 _STATES = {"SGD": 1, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0, "Muon": 1, "Prodigy": 4}
 _CONTEXT_BYTES = 1 << 30

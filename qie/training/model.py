@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName
-from diffusers.training_utils import cast_training_params
 
 from qie.errors import ConfigError
 from qie.pretrained import Checkpoint, loading
@@ -89,8 +88,11 @@ def train_everything(transformer: QwenImageTransformer2DModel, dtype: torch.dtyp
             expected="null, or an adapter on it: model.lora",
             found="model.lora is null",
         )
+    for parameter in transformer.parameters():
+        # A copy in any case: what is read from a file lies there as its header lets it, and on a CPU the last bits of a
+        # product depend on that. A run that goes on has read them from another file.
+        parameter.data = parameter.data.to(dtype, copy=True)
     transformer.requires_grad_(True)
-    cast_training_params(transformer, dtype=dtype)
 
 
 def _set_attention_backend(transformer: QwenImageTransformer2DModel, name: str) -> None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from qie.config import OptimizerConfig, SchedulerConfig
 from qie.errors import ConfigError
-from qie.training.sharding import like, whole
+from qie.training.sharding import all_whole, like
 
 
 def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -84,40 +84,34 @@ def _named(path: str, kind: type, key: str, example: str) -> Any:
 def _made(found: Any, first: tuple[Any, ...], arguments: Mapping[str, Any], key: str) -> Any:
     try:
         return found(*first, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError("the arguments are refused", where=key, found=error) from error
 
 
 def named_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], *, wanted: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """An optimizer's state by the names of its parameters: whole tensors, and the rest, which JSON can hold.
 
-    Every process has to ask for it. It means the same whichever processes hold the parameters, and in whatever order.
+    Every process has to ask for it; those that do not want it get no tensors. It means the same whichever processes
+    hold the parameters, and in whatever order.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
-    tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[str, Any] = {}
-
-    places: set[int] = set()
-
-    def put(path: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found = whole(value)
-            # Those of 8 bits share their tables, and a file holds no shared tensors.
-            tensors[path] = found.clone() if found.data_ptr() in places else found
-            places.add(found.data_ptr())
-        else:
-            numbers[path] = value
-
+    values: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
-        for field, value in group.items():
-            if field != "params":
-                put(f"group {number}/{field}", value)
+        values |= {f"group {number}/{field}": value for field, value in group.items() if field != "params"}
         for parameter in group["params"]:
-            for field, value in optimizer.state.get(parameter, {}).items():
-                put(f"{names[id(parameter)]}/{field}", value)
-    return tensors, numbers
+            owner = names[id(parameter)]
+            values |= {f"{owner}/{field}": value for field, value in optimizer.state.get(parameter, {}).items()}
+    found = {path: value for path, value in values.items() if isinstance(value, torch.Tensor)}
+    numbers = {path: value for path, value in values.items() if path not in found}
+    return _unshared(all_whole(found, wanted=wanted)), numbers
+
+
+def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A file holds no tensors that share memory, as the tables of 8-bit optimizers do."""
+    first = {tensor.data_ptr(): path for path, tensor in reversed(tensors.items())}
+    return {path: tensor if first[tensor.data_ptr()] == path else tensor.clone() for path, tensor in tensors.items()}
 
 
 def load_named_state(

@@ -31,17 +31,19 @@ class Reporter:
     ) -> None:
         self._config, self._checkpoint, self._stream = config, checkpoint, stream
         self._devices: Sequence[str] = gather_object([_device_name(accelerator.device)])
-        self._digest = data_digest(stream.samples.digests) if accelerator.is_main_process else ""
+        trained = (
+            stream.samples.digests[~stream.held_out] if accelerator.is_main_process else stream.samples.digests[:0]
+        )
+        self._samples, self._digest = len(trained), data_digest(trained)
         self._output_dir = Path(config.train.output_dir)
         self._started = _started(self._output_dir) if resumed else _now()
 
     def report(self, step: int, *, ended: bool) -> RunReport:
-        """The run after `step` steps, whose checkpoint is about to be written."""
+        """The run after `step` steps, with the checkpoints that are there."""
         lines = read_metrics(self._output_dir / METRICS_FILE)
         steps = [line for line in lines if "loss" in line]
         took = sum(line["step_time_s"] for line in steps)
-        samples, recipe = self._stream.samples, self._stream.samples.recipe
-        there = [folder.name for folder in checkpoints(self._output_dir)]
+        recipe = self._stream.samples.recipe
         return RunReport(
             base_model=self._config.model.pretrained_model_name_or_path,
             family=self._checkpoint.family.name,
@@ -49,7 +51,7 @@ class Reporter:
             recipe=recipe.to_dict(),
             recipe_digest=recipe.digest,
             data_digest=self._digest,
-            samples=len(samples.digests),
+            samples=self._samples,
             versions=library_versions(),
             devices=tuple(self._devices),
             world_size=len(self._devices),
@@ -60,7 +62,7 @@ class Reporter:
             validation_losses=tuple(
                 (line["step"], line["validation_loss"]) for line in lines if line.get("validation_loss") is not None
             ),
-            checkpoints=tuple(sorted({*there, f"checkpoint-{step:06d}"})),
+            checkpoints=tuple(folder.name for folder in checkpoints(self._output_dir)),
             peak_memory_bytes=max((line["peak_memory_bytes"] for line in steps), default=None),
             samples_per_s=sum(line["samples"] for line in steps) / took if took else None,
         )

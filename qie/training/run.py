@@ -14,23 +14,25 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers import QwenImageTransformer2DModel
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from qie.config import Config, TrainConfig
+from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import QieError
-from qie.pretrained import Checkpoint, content_hash
+from qie.pretrained import Checkpoint
 from qie.training.card import RunReport, write_card, write_run
 from qie.training.checkpoint import damaged, publish_checkpoint, read_state, remove_old
-from qie.training.feed import Feed, Prepared
+from qie.training.feed import Feed, Prepared, batches_of, planned_steps
 from qie.training.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
 from qie.training.model import load_shift
 from qie.training.objective import derive_seed
 from qie.training.optimizer import load_named_state, make_optimizer, make_schedule, named_state
+from qie.training.resuming import identity, require_same, require_steps
 from qie.training.sharding import whole
 from qie.training.step import Objective
 from qie.training.trainee import Trainee
 from qie.training.validation import Validation, validate
+from qie.training.weights import TensorFiles
 
 Painter = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
 """Paints the images of validation.samples with the model as it is."""
@@ -57,13 +59,16 @@ class Run:
     ) -> None:
         self.config, self.checkpoint, self.stream, self.accelerator = config, checkpoint, stream, accelerator
         self.step, self._nonfinite = 0, 0
-        self._batches = None if config.train.epochs is None else config.train.epochs * len(stream)
+        self._taken = 0
+        self._batches = None if config.train.epochs is None else batches_of(stream, config.train.epochs)
         self.steps = planned_steps(config.train, self._batches)
         main = accelerator.is_main_process
-        self._base = content_hash(checkpoint.component("transformer")) if main else ""
         state = read_state(start, hashes=main) if start else None
+        if start and state:
+            require_steps(state, self.steps, start)
+        self._identity = identity(config, checkpoint) if main else {}
         if start and state and main:
-            _require_same(state, self._facts(), start)
+            require_same(state, self._identity, start)
         dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
         self.trainee = Trainee(checkpoint, config, start, dtype, accelerator.device)
         self.optimizer = make_optimizer(config.optimizer, list(self.trainee.parameters.values()))
@@ -88,7 +93,7 @@ class Run:
             config.logging.peak_tflops,
             not config.model.lora,
         )
-        self.feed = Feed(stream, self.objective, self.step * config.train.gradient_accumulation_steps)
+        self.feed = Feed(stream, self.objective, self._taken)
 
     def take_step(self) -> StepMetrics:
         """One optimizer step over `gradient_accumulation_steps` batches, or what is left of the last epoch.
@@ -99,9 +104,8 @@ class Run:
         section, started = self.config.train, time.perf_counter()
         # What else draws numbers, such as LoRA dropout, draws the same ones in this step of any run.
         torch.manual_seed(derive_seed(section.seed, self.step, "dropout", self.accelerator.process_index))
-        done = self.step * section.gradient_accumulation_steps
         count = section.gradient_accumulation_steps
-        count = count if self._batches is None else min(count, self._batches - done)
+        count = count if self._batches is None else min(count, self._batches - self._taken)
         waited, flops = 0.0, 0.0
         rows: list[torch.Tensor] = []
         keys: list[str] = []
@@ -113,7 +117,7 @@ class Run:
                 rows.append(self._backward(prepared, count))
             keys.extend(prepared.batch.keys)
             flops += self._speed.flops(prepared.batch)
-        self._position = prepared.position
+        self._position, self._taken = prepared.position, self._taken + count
         limit = math.inf if section.max_grad_norm is None else section.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(list(self.trainee.parameters.values()), limit)
         grad_norm = float(whole(norm)) if isinstance(norm, torch.Tensor) else float(norm)
@@ -123,6 +127,7 @@ class Run:
         if self._nonfinite >= section.max_nonfinite_steps:
             raise self._not_finite(keys, rows)
         took = time.perf_counter() - started
+        samples = int((weights > 0).sum())  # what only fills a batch up is none
         return StepMetrics(
             step=self.step,
             epoch=prepared.epoch,
@@ -130,8 +135,8 @@ class Run:
             loss_by_level=by_level(sigmas[weights > 0], losses[weights > 0]),
             grad_norm=grad_norm,
             lr=lr,
-            samples=len(losses),
-            samples_per_s=len(losses) / took,
+            samples=samples,
+            samples_per_s=samples / took,
             step_time_s=took,
             data_wait_s=waited,
             peak_memory_bytes=peak_memory_bytes(self.accelerator.device),
@@ -150,6 +155,7 @@ class Run:
         if finite:
             self._stepper.step()
         self._stepper.zero_grad()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns where the first step is left out
         self.schedule.step()
         self.step += 1
         self._nonfinite = 0 if finite else self._nonfinite + 1
@@ -164,7 +170,8 @@ class Run:
             if self._nonfinite > 1
             else "the loss is not finite",
             where=f"step {self.step}, samples {', '.join(bad) or 'none alone: the gradient'}",
-            hint="lower optimizer.init_args.lr, or go on from the last checkpoint; no weight was changed",
+            hint="no weight was changed: look at the samples, go on with --resume latest and leave such steps out with "
+            "train.max_nonfinite_steps, or start anew with a lower optimizer.init_args.lr",
         )
 
     def validate(self) -> Validation | None:
@@ -184,28 +191,28 @@ class Run:
     def save(self, report: Callable[[], RunReport]) -> Path:
         """Write a checkpoint with its model card, and run.json. Every process takes part; the main one writes."""
         output_dir = Path(self.config.train.output_dir)
-        tensors, numbers = named_state(self.optimizer, self.trainee.parameters)
-        write_weights = self.trainee.gathered()
-        if not self.accelerator.is_main_process:
+        main = self.accelerator.is_main_process
+        tensors, numbers = named_state(self.optimizer, self.trainee.parameters, wanted=main)
+        write_weights = self.trainee.gathered(wanted=main)
+        if not main:
             return output_dir
-
-        told = report()
 
         def write(folder: Path) -> dict[str, Any]:
             write_weights(folder)
             save_file(tensors, folder / OPTIMIZER_FILE)
-            write_card(folder, told)
+            write_card(folder, report())
             return {
                 "step": self.step,
+                "batches": self._taken,
                 "stream": self._position,
                 "optimizer": numbers,
                 "schedule": self.schedule.state_dict(),
-                "run": self._facts(),
+                "run": self._identity,
             }
 
         saved = publish_checkpoint(output_dir, self.step, write)
-        write_run(output_dir, told)
         remove_old(output_dir, self.config.train.keep_last, self.config.train.keep_every)
+        write_run(output_dir, report())
         return saved
 
     def finish(self) -> None:
@@ -221,45 +228,10 @@ class Run:
 
     def _restore(self, start: Path, state: dict[str, Any]) -> None:
         try:
-            tensors = load_file(start / OPTIMIZER_FILE)
+            tensors = TensorFiles([start / OPTIMIZER_FILE])
             load_named_state(self.optimizer, self.trainee.parameters, tensors, state["optimizer"])
             self.schedule.load_state_dict(state["schedule"])
             self.stream.load_state_dict(state["stream"])
-            self.step = int(state["step"])
+            self.step, self._taken = int(state["step"]), int(state["batches"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise damaged(start, f"{type(error).__name__}: {error}") from error
-
-    def _facts(self) -> dict[str, Any]:
-        """What a run that goes on has to have in common with the one that stopped."""
-        config = self.config.model_dump(mode="json")
-        lora = config["model"]["lora"]
-        return {
-            "base model": self._base,
-            "model.lora": lora and {name: value for name, value in lora.items() if name != "continue_from"},
-            "model.adapters": config["model"]["adapters"],
-            "train.trained_dtype": config["train"]["trained_dtype"],
-            "train.ema_decay": config["train"]["ema_decay"],
-            "train.gradient_accumulation_steps": config["train"]["gradient_accumulation_steps"],
-            "optimizer": config["optimizer"],
-            "lr_scheduler": config["lr_scheduler"],
-        }
-
-
-def planned_steps(section: TrainConfig, batches: int | None) -> int:
-    """Optimizer steps of a run: `max_steps`, or those of `batches` batches of each process."""
-    if batches is None:
-        return section.max_steps
-    return math.ceil(batches / section.gradient_accumulation_steps)
-
-
-def _require_same(state: dict[str, Any], mine: dict[str, Any], start: Path) -> None:
-    theirs = state.get("run", {})
-    differing = [name for name in mine if mine[name] != theirs.get(name)]
-    if differing:
-        raise QieError(
-            f"the checkpoint is of another run: {', '.join(differing)} changed",
-            where=start,
-            expected={name: theirs.get(name) for name in differing},
-            found={name: mine[name] for name in differing},
-            hint="resume with what the run was started with, or start a new one with model.lora.continue_from",
-        )

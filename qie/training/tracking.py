@@ -12,6 +12,7 @@ from PIL import Image
 
 from qie.config import Config
 from qie.errors import ConfigError
+from qie.training.card import public_config
 from qie.training.metrics import StepMetrics
 from qie.training.validation import Validation
 
@@ -41,7 +42,7 @@ class Tracking:
             for tracker in self._logging.report_to
             if name and tracker in _NAME_ARGUMENT
         }
-        accelerator.init_trackers(self._logging.project, dict(_flat(config.model_dump(mode="json"))), arguments)
+        accelerator.init_trackers(self._logging.project, dict(_flat(public_config(config))), arguments)
 
     def finish(self) -> None:
         """Nothing more will come."""
@@ -70,9 +71,11 @@ class Tracking:
 
     def log_images(self, step: int, images: Sequence[Image.Image]) -> None:
         """Sample images, to the trackers that show images."""
+        shown = {f"sample {number}": _stacked(image) for number, image in enumerate(images)}
         for tracker in self._accelerator.trackers:
             if hasattr(tracker, "log_images"):
-                tracker.log_images({f"sample {number}": _stacked(image) for number, image in enumerate(images)}, step)
+                # Of them all only TensorBoard expects channels first.
+                tracker.log_images(shown, step, **({"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}))
 
     def _log(self, step: int, numbers: dict[str, float | None]) -> None:
         if self._accelerator.trackers:

@@ -16,7 +16,7 @@ from qie.training.blocks import checkpoint_blocks, compile_blocks
 from qie.training.ema import Ema
 from qie.training.lora import add_frozen_adapters, add_lora, as_saved, fill_adapter, load_adapter, save_adapter
 from qie.training.model import load_transformer, train_everything
-from qie.training.sharding import fill, whole
+from qie.training.sharding import all_whole, fill, reshard
 from qie.training.weights import read_transformer, save_transformer
 
 EMA_FOLDER = "ema"
@@ -104,12 +104,16 @@ class Trainee:
             try:
                 yield self.transformer
             finally:
+                reshard(self.transformer)
                 self.transformer.train()
 
-    def gathered(self) -> Callable[[Path], None]:
-        """What writes the weights into a folder. Every process asks for it, since each may hold a part of them."""
-        trained = self._whole(self.parameters)
-        average = self._whole(self._ema.averages) if self._ema else None
+    def gathered(self, *, wanted: bool) -> Callable[[Path], None]:
+        """What writes the weights into a folder.
+
+        Every process asks for it, since each may hold a part of them; one that does not want it keeps nothing.
+        """
+        trained = all_whole(self._named(self.parameters), wanted=wanted)
+        average = all_whole(self._named(self._ema.averages), wanted=wanted) if self._ema else None
 
         def write(folder: Path) -> None:
             self._write(trained, folder)
@@ -125,9 +129,6 @@ class Trainee:
     def _named(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Values by the names of parameters, by those in a file instead."""
         return as_saved(self.transformer, values) if self._lora else dict(values)
-
-    def _whole(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: whole(value) for name, value in self._named(values).items()}
 
     def _write(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
         if self._lora:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors import safe_open
 
 _FILES = "diffusion_pytorch_model{suffix}.safetensors"
 
@@ -17,10 +19,35 @@ def save_transformer(transformer: QwenImageTransformer2DModel, folder: Path, sta
     """Write `state`, whole tensors by the names of parameters, and the transformer's configuration."""
     folder.mkdir(parents=True)
     transformer.save_config(folder)
+    # FSDP puts a class of its own before the one that diffusers knows.
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("_name_or_path", None)  # a place on this machine
+    config |= {"_class_name": QwenImageTransformer2DModel.__name__}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save_torch_state_dict(dict(state), folder, filename_pattern=_FILES, max_shard_size="10GB")
 
 
-def read_transformer(folder: Path) -> dict[str, torch.Tensor]:
+class TensorFiles(Mapping[str, torch.Tensor]):
+    """The tensors in safetensors files, each read when it is asked for: a process that shares a model with others needs
+    a part of each, and all of them are more than it has room for."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._opened: dict[str, Any] = {}
+        for file in files:
+            opened: Any = safe_open(file, framework="pt")
+            self._opened |= dict.fromkeys(opened.keys(), opened)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._opened[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._opened)
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+
+def read_transformer(folder: Path) -> TensorFiles:
     """The tensors that `save_transformer` wrote."""
-    files = sorted(folder.glob(_FILES.format(suffix="*")))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return TensorFiles(sorted(folder.glob(_FILES.format(suffix="*"))))

@@ -17,12 +17,13 @@ from qie.precompute import precompute
 from tests.conftest import ROOT
 
 LAUNCHERS = {
-    "DDP": ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+    "DDP": ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qie.cli.train"),
     "FSDP2": (
         *("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate" / "fsdp2.yaml")),
-        *("--num_processes", "2", "--main_process_port", "0"),
+        *("--num_processes", "2", "--main_process_port", "0", str(ROOT / "tests" / "training" / "sharded.py")),
     ),
 }
+ALONE = ("-m", "qie.cli.train")
 ADAPTER = {"r": 4, "target_modules": ["to_q", "to_out.0", "add_q_proj", "to_add_out"]}
 """Those on the last block's text stream never get a gradient: DDP must not wait for them."""
 
@@ -40,13 +41,12 @@ def shards(photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def train(
-    folder: Path, shards: Path, config: dict, batch_size: int, *more: str, launcher: tuple[str, ...] = ()
+    folder: Path, shards: Path, config: dict, batch_size: int, *more: str, launcher: tuple[str, ...] = ALONE
 ) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     settings = (f"data.batch_size={batch_size}", f"train.output_dir={folder}")
-    module = ("--module", "qie.cli.train") if "accelerate.commands.launch" in launcher else ("-m", "qie.cli.train")
-    command = [sys.executable, *launcher, *module, str(shards), "--quiet", "--config", str(folder / "config.yaml")]
+    command = [sys.executable, *launcher, str(shards), "--quiet", "--config", str(folder / "config.yaml")]
     command += [*(word for one in settings for word in ("--set", one)), *more]
     environment = os.environ | {"ACCELERATE_USE_CPU": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # The limit is far above what it takes: a hang is to end as a failure.
@@ -88,7 +88,6 @@ def test_two_processes_train_as_one_does_and_their_checkpoints_move(
     expected = [pytest.approx(values, rel=1e-5) for values in losses(one)]
     assert len(expected) == 9
     assert losses(tmp_path / "two") == expected
-    assert losses(tmp_path / "two")[0] == losses(one)[0], "before the first step the validation loss is the same one"
 
     shutil.copytree(one, tmp_path / "one")
     for folder in ("one", "two"):

@@ -1,0 +1,87 @@
+"""Runs of qie-train in this process, on the tiny model and nine photographs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from click.testing import CliRunner, Result
+
+from qie.cli import train
+from qie.data.sources import open_source
+from qie.precompute import precompute
+
+ROWS = 9
+ADAPTER = "pytorch_lora_weights.safetensors"
+TIMES = {"samples_per_s", "step_time_s", "data_wait_s", "peak_memory_bytes", "mfu"}
+"""What differs between two equal runs."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A configuration on disk; `train` runs it with changes."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, folder: Path, model: Path, photos: Path, encoder: Any) -> Bench:
+        """With shards of `ROWS` photographs, of which two are kept out of training."""
+        precompute(open_source(photos), encoder, folder / "shards", rows=(0, ROWS))
+        settings = {
+            "model": {"pretrained_model_name_or_path": str(model), "lora": {"r": 4}},
+            "cache": {"cache_dir": str(folder / "shards")},
+            "train": {"mixed_precision": "no", "gradient_checkpointing": False},
+            "optimizer": {"init_args": {"lr": 0.01}},
+            "lr_scheduler": {"warmup_steps": 0},
+            "validation": {"rows": 2, "every": 2},
+        }
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        return cls(folder)
+
+    def train(self, output: Path, *arguments: object, code: int | None = 0, **settings: object) -> Result:
+        """`settings` are keys of the configuration with __ for the dot. Four steps, if they do not say.
+
+        `code`: the expected exit code; None: any.
+        """
+        settings = settings if "train__epochs" in settings else {"train__max_steps": 4} | settings
+        words = ["--config", self.folder / "config.yaml", "--set", f"train.output_dir={output}", *arguments]
+        for key, value in settings.items():
+            words += ["--set", f"{key.replace('__', '.')}={json.dumps(value)}"]
+        result = CliRunner().invoke(train.main, [str(word) for word in words])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert code in (None, result.exit_code), result.output
+        assert "Traceback" not in result.output
+        return result
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl, without what differs between two equal runs."""
+    text = (output / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in text]
+
+
+def losses(output: Path) -> list[float | None]:
+    """Of the steps."""
+    return [line["loss"] for line in lines(output) if "loss" in line]
+
+
+def validations(output: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["validation_loss"]) for line in lines(output) if "validation_loss" in line]
+
+
+def checkpoint(output: Path, step: int) -> Path:
+    return output / f"checkpoint-{step:06d}"
+
+
+def names(output: Path) -> list[str]:
+    """Of its checkpoints, and whatever is called like one."""
+    return sorted(path.name for path in output.glob("checkpoint-*"))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,244 @@
+"""What qie-train does, from its command line to its checkpoints: steps, epochs, averages, ways to save memory."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from safetensors.torch import load_file
+
+from qie.config import load_config
+from qie.data.sources import SourceSpec, open_source
+from qie.precompute import precompute
+from qie.training import trainee
+from qie.training.blocks import compile_blocks
+from qie.training.card import read_run
+from qie.training.lora import adapter_state, add_lora, load_adapter
+from qie.training.run import Run
+from qie.training.step import Objective
+from tests.training.adapters import transformer_of
+from tests.training.runs import ADAPTER, ROWS, Bench, checkpoint, lines, losses, names, tree, validations
+
+FULL = {"model__lora": None, "optimizer__init_args": {"lr": 1e-3}}
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_edit: Path, photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench.make(tmp_path_factory.mktemp("trainer"), tiny_edit, photos, encoder)
+
+
+@pytest.fixture(scope="module")
+def plain(bench: Bench) -> Path:
+    """A run of four steps, with a checkpoint of each."""
+    bench.train(bench.folder / "plain", train__checkpoint_every=1)
+    return bench.folder / "plain"
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each sample was trained on."""
+    times: Counter[str] = Counter()
+    computed = Objective.losses
+
+    def losses(self, model, batch, draws):
+        if torch.is_grad_enabled():
+            times.update(key for key, weight in zip(batch.keys, batch.weight, strict=True) if weight > 0)
+        return computed(self, model, batch, draws)
+
+    monkeypatch.setattr(Objective, "losses", losses)
+    return times
+
+
+def resumed(bench: Bench, whole: Path, step: int, output: Path, **settings: object) -> Path:
+    """A run that goes on from a copy of one checkpoint of another run."""
+    shutil.copytree(checkpoint(whole, step), checkpoint(output, step))
+    bench.train(output, "--resume", "latest", **settings)
+    return output
+
+
+def same_end(bench: Bench, whole: Path, output: Path, step: int, last: int, **settings: object) -> None:
+    """That a run resumed after `step` takes the steps that the whole run took, and leaves what it left, bit for bit."""
+    resumed(bench, whole, step, output, train__max_steps=last, **settings)
+    assert lines(output) == [line for line in lines(whole) if line["step"] > step]
+    mine, theirs = tree(checkpoint(output, last)), tree(checkpoint(whole, last))
+    assert mine.keys() == theirs.keys()
+    # The card tells of times and state.json of the card; diffusers writes into a config.json where it was read from.
+    told = ("README.md", "state.json", "config.json")
+    assert [name for name in mine if mine[name] != theirs[name] and not name.endswith(told)] == []
+
+
+# Length
+
+
+@pytest.mark.parametrize(("batch_size", "accumulated", "steps"), [(1, 4, 4), (2, 3, 4), (3, 1, 8), (20, 1, 8)])
+def test_in_so_many_epochs_each_sample_is_trained_on_so_often(
+    bench: Bench, tmp_path: Path, trained: Counter[str], batch_size: int, accumulated: int, steps: int
+) -> None:
+    bench.train(tmp_path, train__epochs=2, data__batch_size=batch_size, train__gradient_accumulation_steps=accumulated)
+    assert sorted(trained.values()) == [2] * (ROWS - 2)
+    found = [line for line in lines(tmp_path) if "loss" in line]
+    assert len(found) == steps
+    assert sum(line["samples"] for line in found) == 2 * (ROWS - 2), "what only fills a batch up is no sample"
+
+
+def test_epochs_that_are_added_to_a_finished_run_are_whole_ones(
+    bench: Bench, tmp_path: Path, trained: Counter[str]
+) -> None:
+    """The last step of the first run had fewer batches than the others."""
+    settings = {"train__gradient_accumulation_steps": 4}
+    bench.train(tmp_path, train__epochs=1, **settings)
+    bench.train(tmp_path, "--resume", "latest", train__epochs=3, **settings)
+    assert sorted(trained.values()) == [3] * (ROWS - 2)
+
+
+def test_epochs_of_different_lengths_are_each_whole(
+    tiny_edit: Path, photos: Path, encoder, tmp_path: Path, trained: Counter[str]
+) -> None:
+    """Half of 9 rows are 4 in the first epoch and 5 in the second."""
+    bench = Bench.make(tmp_path / "bench", tiny_edit, photos, encoder)
+    shutil.rmtree(tmp_path / "bench" / "shards")
+    parts = [SourceSpec(str(photos), "half")]
+    precompute(open_source(parts), encoder, tmp_path / "bench" / "shards", rows=(0, ROWS))
+    mixed = [{"source": str(photos), "name": "half", "weight": 0.5}]
+    bench.train(tmp_path / "run", train__epochs=2, validation__rows=0, data__source=mixed)
+    assert sorted(trained.values()) == [1] * ROWS
+
+
+# Averages and continued runs
+
+
+def test_the_average_is_that_of_the_formula(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first: dict[str, torch.Tensor] = {}
+    take_step = Run.take_step
+
+    def remember(run: Run):
+        if run.step == 0:
+            state = adapter_state(run.trainee.transformer)
+            first.update({f"transformer.{name}": tensor.clone() for name, tensor in state.items()})
+        return take_step(run)
+
+    monkeypatch.setattr(Run, "take_step", remember)
+    bench.train(tmp_path, train__max_steps=3, train__checkpoint_every=1, train__ema_decay=0.25)
+    expected = first
+    for step, decay in [(1, 2 / 11), (2, 3 / 12), (3, 0.25)]:  # 4/13 is more than 0.25
+        weights = load_file(checkpoint(tmp_path, step) / ADAPTER)
+        expected = {name: decay * expected[name] + (1 - decay) * weights[name] for name in weights}
+        found = load_file(checkpoint(tmp_path, step) / "ema" / ADAPTER)
+        assert found.keys() == expected.keys()
+        for name in found:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_validation_sees_the_average_and_training_does_not(bench: Bench, plain: Path, tmp_path: Path) -> None:
+    bench.train(tmp_path / "averaged", train__ema_decay=0.9)
+    assert losses(tmp_path / "averaged") == losses(plain)
+    (before, *seen), (same, *other) = validations(tmp_path / "averaged"), validations(plain)
+    assert before == same and len(seen) == 2 and not set(seen) & set(other)
+    weights, average = checkpoint(tmp_path / "averaged", 4), checkpoint(tmp_path / "averaged", 4) / "ema"
+    assert (weights / ADAPTER).read_bytes() == (checkpoint(plain, 4) / ADAPTER).read_bytes()
+    bench.train(tmp_path / "from_average", train__max_steps=1, model__lora={"r": 4, "continue_from": str(average)})
+    assert validations(tmp_path / "from_average")[0] == (0, seen[-1][1])
+
+
+def test_a_run_that_continues_from_another_begins_with_its_last_validation_loss(
+    bench: Bench, plain: Path, tmp_path: Path
+) -> None:
+    bench.train(tmp_path, train__max_steps=1, model__lora={"r": 4, "continue_from": str(checkpoint(plain, 4))})
+    assert validations(tmp_path)[0] == (0, validations(plain)[-1][1])
+    assert validations(plain)[0] != validations(plain)[-1]
+
+
+# All weights
+
+
+def test_all_weights_are_trained_saved_for_diffusers_and_resumed_bit_for_bit(
+    bench: Bench, tiny_edit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: dict[str, torch.Tensor] = {}
+    save = Run.save
+    monkeypatch.setattr(
+        Run,
+        "save",
+        lambda run, report: ends.update(run.trainee.transformer.state_dict()) or save(run, report),
+    )
+    settings = {**FULL, "train__checkpoint_every": 3, "train__ema_decay": 0.5}
+    bench.train(tmp_path / "whole", train__max_steps=6, **settings)
+    folder = checkpoint(tmp_path / "whole", 6) / "transformer"
+    loaded = QwenImageTransformer2DModel.from_pretrained(folder).state_dict()
+    assert loaded.keys() == ends.keys()
+    assert all(torch.equal(loaded[name], ends[name]) for name in ends)
+    base = transformer_of(tiny_edit).state_dict()
+    assert sum(not torch.equal(loaded[name], base[name]) for name in base) > 0.9 * len(base)
+    same_end(bench, tmp_path / "whole", tmp_path / "resumed", 3, 6, **settings)
+
+
+# Ways to save memory and time
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8", "fp8"])
+def test_on_a_quantised_base_the_loss_falls_and_a_run_resumes_bit_for_bit(
+    bench: Bench, tmp_path: Path, quantize: str
+) -> None:
+    settings = {
+        "model__quantize": quantize,
+        "model__lora": {"r": 8, "target_modules": ["to_q", "to_v", "to_out.0", "net.0.proj", "net.2"]},
+        "train__checkpoint_every": 12,
+        "validation__every": 24,
+    }
+    bench.train(tmp_path / "whole", train__max_steps=24, **settings)
+    (_, before), (_, after) = validations(tmp_path / "whole")
+    assert after < 0.85 * before
+    same_end(bench, tmp_path / "whole", tmp_path / "resumed", 12, 24, **settings)
+
+
+@pytest.mark.parametrize("every", [True, 2])
+def test_what_is_computed_again_changes_no_bit(bench: Bench, plain: Path, tmp_path: Path, every: bool | int) -> None:
+    bench.train(tmp_path, train__gradient_checkpointing=every)
+    assert lines(tmp_path) == lines(plain)
+    assert (checkpoint(tmp_path, 4) / ADAPTER).read_bytes() == (checkpoint(plain, 4) / ADAPTER).read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch, while it compiles
+@pytest.mark.parametrize("settings", [{"train__offload_blocks": 1}, {"train__compile": True}], ids=str)
+def test_waiting_and_compiled_blocks_give_the_same_losses(
+    bench: Bench, plain: Path, tmp_path: Path, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What inductor makes of the graphs takes it minutes.
+    monkeypatch.setattr(trainee, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    bench.train(tmp_path, **settings)
+    # Weights read from a file lie at any address, copies at multiples of 64: a CPU's products differ in their last bit.
+    assert losses(tmp_path) == pytest.approx(losses(plain), rel=1e-5)
+    assert validations(tmp_path)[-1][1] == pytest.approx(validations(plain)[-1][1], rel=1e-5)
+
+
+# Checkpoints
+
+
+def test_of_a_run_s_checkpoints_the_last_and_every_nth_stay_and_run_json_names_them(
+    bench: Bench, tmp_path: Path
+) -> None:
+    settings = {"train__checkpoint_every": 1, "train__keep_last": 2, "train__keep_every": 3}
+    bench.train(tmp_path, train__max_steps=7, **settings)
+    kept = [f"checkpoint-{step:06d}" for step in (3, 6, 7)]
+    assert names(tmp_path) == kept
+    assert list(read_run(tmp_path).checkpoints) == kept
+    bench.train(tmp_path, "--resume", "latest", train__max_steps=8, **settings)
+    assert list(read_run(tmp_path).checkpoints) == names(tmp_path) == [*kept, "checkpoint-000008"]
+
+
+def test_a_checkpoint_loads_into_an_adapter_of_the_same_configuration(
+    bench: Bench, tiny_edit: Path, plain: Path
+) -> None:
+    transformer = transformer_of(tiny_edit)
+    config = load_config(str(bench.folder / "config.yaml"), ())
+    add_lora(transformer, config.model.lora, seed=7)
+    load_adapter(transformer, checkpoint(plain, 4))
+    saved = load_file(checkpoint(plain, 4) / ADAPTER)
+    state = {f"transformer.{name}": tensor for name, tensor in adapter_state(transformer).items()}
+    assert state.keys() == saved.keys()
+    assert all(torch.equal(state[name], saved[name]) for name in saved)

@@ -1,0 +1,329 @@
+"""What qie-train refuses, and how it stops: one message that says what is wrong and what to do, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qie.data.sources import open_source
+from qie.precompute import precompute
+from qie.training import resuming, trainee
+from qie.training import run as run_module
+from qie.training.checkpoint import read_state
+from qie.training.lora import adapter_state
+from qie.training.run import OPTIMIZER_FILE, Run
+from qie.training.step import Losses, Objective
+from tests.training.runs import ADAPTER, Bench, checkpoint, lines, losses, names, tree
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_edit: Path, photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench.make(tmp_path_factory.mktemp("refusals"), tiny_edit, photos, encoder)
+
+
+@pytest.fixture(scope="module")
+def plain(bench: Bench) -> Path:
+    """A run of four steps, with a checkpoint of each."""
+    bench.train(bench.folder / "plain", train__checkpoint_every=1)
+    return bench.folder / "plain"
+
+
+@pytest.fixture
+def stopped(plain: Path, tmp_path: Path) -> Path:
+    """The same, stopped after its second step."""
+    shutil.copytree(plain, tmp_path / "stopped")
+    for step in (3, 4):
+        shutil.rmtree(checkpoint(tmp_path / "stopped", step))
+    return tmp_path / "stopped"
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the model's weights fails."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(trainee, "load_transformer", refuse)
+    monkeypatch.setattr(resuming, "content_hash", refuse)
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> list[tuple[str, ...]]:
+    """The last sample's loss is NaN in the training batches, from 1, that `bad` names; gives the keys of all."""
+    batches: list[tuple[str, ...]] = []
+    computed = Objective.losses
+
+    def losses(self, model, batch, draws) -> Losses:
+        found = computed(self, model, batch, draws)
+        if torch.is_grad_enabled():
+            batches.append(batch.keys)
+            if bad(len(batches)):
+                found.loss[-1] *= math.nan
+        return found
+
+    monkeypatch.setattr(Objective, "losses", losses)
+    return batches
+
+
+# Losses that are no number
+
+
+def test_a_loss_that_is_no_number_stops_the_run_with_its_sample_and_changes_no_weight(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Run] = []
+    take_step = Run.take_step
+    monkeypatch.setattr(Run, "take_step", lambda run: runs.append(run) or take_step(run))
+    keys = poisoned(monkeypatch, lambda batch: batch == 6)
+    settings = {"data__batch_size": 2, "train__gradient_accumulation_steps": 2, "train__checkpoint_every": 2}
+    message = bench.train(tmp_path, **settings, code=1).stderr
+    assert "the loss is not finite" in message and "step 3" in message
+    assert keys[5][-1][:12] in message
+    assert not any(key[:12] in message for key in {*keys[4], *keys[5][:-1]} - {keys[5][-1]})
+    assert names(tmp_path) == ["checkpoint-000002"] and read_state(checkpoint(tmp_path, 2))["step"] == 2
+    saved = load_file(checkpoint(tmp_path, 2) / ADAPTER)
+    for name, tensor in adapter_state(runs[-1].trainee.transformer).items():
+        assert torch.equal(tensor, saved[f"transformer.{name}"]), name
+
+    # What the message says can be done, can be done.
+    assert "train.max_nonfinite_steps" in message and "--resume latest" in message
+    keys.clear()
+    poisoned(monkeypatch, lambda batch: batch == 2)
+    bench.train(tmp_path, "--resume", "latest", **settings, train__max_nonfinite_steps=2)
+    assert [loss is None for loss in losses(tmp_path)] == [False, False, True, False]
+
+
+def test_steps_whose_loss_is_no_number_are_left_out_until_there_are_too_many_in_a_row(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poisoned(monkeypatch, lambda batch: batch in (2, 4, 5, 7, 8, 9))
+    settings = {"train__max_nonfinite_steps": 3, "train__checkpoint_every": 1, "train__ema_decay": 0.9}
+    message = bench.train(tmp_path, train__max_steps=20, **settings, code=1).stderr
+    assert "in 3 steps in a row" in message and "step 9" in message
+    bad = [line["step"] for line in lines(tmp_path) if "loss" in line and line["loss"] is None]
+    assert bad == [2, 4, 5, 7, 8]
+    for step in bad:
+        for name in (ADAPTER, f"ema/{ADAPTER}"):
+            mine, before = (checkpoint(tmp_path, number) / name for number in (step, step - 1))
+            assert mine.read_bytes() == before.read_bytes(), (step, name)
+        mine, before = (load_file(checkpoint(tmp_path, number) / OPTIMIZER_FILE) for number in (step, step - 1))
+        assert all(torch.equal(mine[name], before[name]) for name in mine if "group" not in name)
+    assert (checkpoint(tmp_path, 6) / ADAPTER).read_bytes() != (checkpoint(tmp_path, 5) / ADAPTER).read_bytes()
+
+
+# Disks and signals
+
+
+def test_a_full_disk_while_saving_is_explained_and_the_run_goes_on_from_the_checkpoint_before(
+    bench: Bench, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Path] = []
+
+    def full(tensors: dict[str, torch.Tensor], file: Path) -> None:
+        saved.append(file)
+        if len(saved) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, file)
+
+    monkeypatch.setattr(run_module, "save_file", full)
+    message = bench.train(tmp_path, train__checkpoint_every=1, code=1).stderr
+    assert "cannot be written" in message and "No space left" in message
+    assert f"--resume {checkpoint(tmp_path, 1)}" in message
+    assert names(tmp_path) == ["checkpoint-000001"] and read_state(checkpoint(tmp_path, 1))["step"] == 1
+    bench.train(tmp_path, "--resume", checkpoint(tmp_path, 1), train__checkpoint_every=1)
+    assert lines(tmp_path) == lines(plain)
+    assert (checkpoint(tmp_path, 4) / ADAPTER).read_bytes() == (checkpoint(plain, 4) / ADAPTER).read_bytes()
+
+
+def signalled(monkeypatch: pytest.MonkeyPatch, step: int, times: int) -> None:
+    take_step = Run.take_step
+
+    def interrupted(run: Run):
+        if run.step == step:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+        return take_step(run)
+
+    monkeypatch.setattr(Run, "take_step", interrupted)
+
+
+def test_ctrl_c_twice_stops_at_once_and_says_how_to_go_on(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    signalled(monkeypatch, 3, 2)
+    message = bench.train(tmp_path, train__checkpoint_every=2, code=130).stderr
+    assert "--resume latest" in message
+    assert names(tmp_path) == ["checkpoint-000002"] and len(losses(tmp_path)) == 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_run_that_was_stopped_and_went_on_tells_what_one_that_never_stopped_tells(
+    bench: Bench, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two validations, that is: to stop adds none."""
+    with monkeypatch.context() as within:
+        signalled(within, 2, 1)
+        assert "stopped after 3 steps" in bench.train(tmp_path).stdout
+    bench.train(tmp_path, "--resume", "latest")
+    assert lines(tmp_path) == lines(plain)
+
+
+# Resuming
+
+
+def other_model(tiny_edit: Path, tmp_path: Path) -> dict[str, object]:
+    shutil.copytree(tiny_edit, tmp_path / "model")
+    file = next((tmp_path / "model" / "transformer").glob("*.safetensors"))
+    tensors = load_file(file)
+    name = min(tensors)
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, file, {"format": "pt"})
+    return {"model__pretrained_model_name_or_path": str(tmp_path / "model")}
+
+
+OTHERS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "rank": ({"model__lora": {"r": 5}}, ("model.lora changed", "'r': 4", "'r': 5")),
+    "targets": ({"model__lora": {"r": 4, "target_modules": ["to_q"]}}, ("model.lora changed", "to_k")),
+    "no adapter": ({"model__lora": None}, ("model.lora changed", "None")),
+    "optimizer": ({"optimizer__class_path": "torch.optim.SGD"}, ("optimizer changed", "AdamW", "SGD")),
+    "rate": ({"optimizer__init_args": {"lr": 0.02}}, ("optimizer changed", "0.01", "0.02")),
+    "schedule": ({"lr_scheduler__scheduler_type": "linear"}, ("lr_scheduler changed", "cosine", "linear")),
+    "average": ({"train__ema_decay": 0.5}, ("train.ema_decay changed", "None", "0.5")),
+    "accumulation": ({"train__gradient_accumulation_steps": 2}, ("train.gradient_accumulation_steps changed",)),
+    "batch": ({"data__batch_size": 2}, ("global_batch_size changed",)),
+    "seed": ({"train__seed": 1}, ("seed changed",)),
+    "validation": ({"validation__rows": 3}, ("validation_rows changed",)),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), OTHERS.values(), ids=OTHERS.keys())
+def test_a_checkpoint_of_another_run_is_refused_with_what_changed(
+    bench: Bench, stopped: Path, settings: dict[str, object], words: tuple[str, ...]
+) -> None:
+    refused_to_resume(bench, stopped, settings, words)
+
+
+def refused_to_resume(bench: Bench, stopped: Path, settings: dict[str, object], words: tuple[str, ...]) -> None:
+    before = tree(stopped)
+    result = bench.train(stopped, "--resume", "latest", **settings, code=None)
+    assert result.exit_code in (1, 2), result.output
+    assert all(word in result.stderr for word in (*words, "to do:")), result.stderr
+    assert len(result.stderr.splitlines()) <= 6 and result.stdout == ""
+    assert tree(stopped) == before
+
+
+def test_a_checkpoint_of_another_base_model_is_refused(
+    bench: Bench, stopped: Path, tiny_edit: Path, tmp_path: Path
+) -> None:
+    refused_to_resume(bench, stopped, other_model(tiny_edit, tmp_path), ("base model changed",))
+
+
+def test_a_checkpoint_of_a_run_on_other_data_is_refused(
+    bench: Bench, stopped: Path, photos: Path, encoder, tmp_path: Path
+) -> None:
+    precompute(open_source(photos), encoder, tmp_path / "shards", rows=(0, 8))
+    settings = {"cache__cache_dir": str(tmp_path / "shards")}
+    refused_to_resume(bench, stopped, settings, ("belongs to another stream: samples changed",))
+
+
+def test_a_damaged_checkpoint_is_named_with_the_one_before_and_that_one_works(
+    bench: Bench, plain: Path, stopped: Path
+) -> None:
+    file = checkpoint(stopped, 2) / OPTIMIZER_FILE
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    words = ("damaged", OPTIMIZER_FILE, f"--resume {checkpoint(stopped, 1)}")
+    refused_to_resume(bench, stopped, {}, words)
+    bench.train(stopped, "--resume", checkpoint(stopped, 1), train__checkpoint_every=1)
+    assert lines(stopped) == lines(plain)
+
+
+def test_a_checkpoint_of_a_later_step_than_the_last_is_refused(bench: Bench, stopped: Path, no_weights: None) -> None:
+    refused_to_resume(bench, stopped, {"train__max_steps": 1}, ("a later step", "at most step 1", "step 2"))
+
+
+def test_a_run_that_is_done_ends_at_once_and_changes_nothing(bench: Bench, plain: Path) -> None:
+    before = tree(plain)
+    result = bench.train(plain, "--resume", "latest", train__checkpoint_every=1)
+    assert f"done after 4 steps; weights and state in {checkpoint(plain, 4)}" in result.stdout
+    assert tree(plain) == before
+
+
+def test_there_has_to_be_something_to_resume(bench: Bench, plain: Path, tmp_path: Path, no_weights: None) -> None:
+    assert "no checkpoint to resume" in bench.train(tmp_path, "--resume", "latest", code=2).stderr
+    for folder in (tmp_path / "nowhere", plain, plain / "metrics.jsonl"):
+        message = bench.train(tmp_path, "--resume", folder, code=2).stderr
+        assert "no such checkpoint" in message and str(folder) in message
+    assert list(tmp_path.iterdir()) == []
+
+
+# Settings that do not fit
+
+
+BEFORE_WEIGHTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "targets": ({"model__lora": {"target_modules": ["to_q", "to_w"]}}, ("to_w", "to_q", "model.lora.target_modules")),
+    "rank": ({"model__lora": {"r": 0}}, ("model.lora.r", "greater than 0")),
+    "tracker": ({"logging__report_to": ["wandb"]}, ("wandb is not installed", "pip install wandb")),
+    "unknown tracker": ({"logging__report_to": ["paper"]}, ("logging.report_to", "tensorboard")),
+    "rows": ({"validation__rows": 16}, ("validation.rows leaves nothing to train on", "fewer than 9", "16")),
+    "tail": ({"data__batch_size": 99, "data__tail": "drop"}, ("batch",)),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), BEFORE_WEIGHTS.values(), ids=BEFORE_WEIGHTS.keys())
+def test_what_does_not_fit_is_refused_before_weights_are_read(
+    bench: Bench, tmp_path: Path, no_weights: None, settings: dict[str, object], words: tuple[str, ...]
+) -> None:
+    message = bench.train(tmp_path / "run", **settings, code=2).stderr
+    assert all(word in message for word in words), message
+    assert not (tmp_path / "run").exists()
+
+
+WITH_WEIGHTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "backend": ({"model__attention_backend": "nativ"}, ("no such attention backend", "native")),
+    "optimizer": ({"optimizer__class_path": "torch.optim.AdamX"}, ("optimizer.class_path", "torch.optim.AdamW")),
+    "arguments": ({"optimizer__init_args": {"rate": 1}}, ("optimizer.init_args", "rate")),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), WITH_WEIGHTS.values(), ids=WITH_WEIGHTS.keys())
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    bench: Bench, tmp_path: Path, settings: dict[str, object], words: tuple[str, ...]
+) -> None:
+    message = bench.train(tmp_path / "run", **settings, code=2).stderr
+    assert all(word in message for word in words), message
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_of_another_rank_is_not_continued(bench: Bench, plain: Path, tmp_path: Path) -> None:
+    lora = {"r": 8, "continue_from": str(checkpoint(plain, 4))}
+    message = bench.train(tmp_path / "run", model__lora=lora, code=2).stderr
+    assert "the adapter to continue from is not one of model.lora" in message and "rank 4" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("how", [("--follow",), ()], ids=["follow", "write_through"])
+def test_epochs_of_unknown_length_are_refused(bench: Bench, tmp_path: Path, photos: Path, how: tuple[str, ...]) -> None:
+    through = {} if how else {"cache__write_through": True, "cache__use_cache": False}
+    message = bench.train(tmp_path / "run", *how, train__epochs=1, data__source=str(photos), code=2, **through).stderr
+    assert "train.epochs" in message and "train.max_steps" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_state_that_lacks_something_is_no_traceback(bench: Bench, stopped: Path) -> None:
+    state = json.loads((checkpoint(stopped, 2) / "state.json").read_text())
+    del state["optimizer"], state["stream"]
+    (checkpoint(stopped, 2) / "state.json").write_text(json.dumps(state))
+    refused_to_resume(bench, stopped, {}, ("damaged", "KeyError"))
