@@ -34,7 +34,7 @@ def checkpoint_blocks(
 ) -> None:
     """Compute the activations of some blocks again in the backward pass instead of keeping them.
 
-    Numbers do not change by a bit; of offloaded blocks on a CPU the last bits may, since copies lie otherwise in memory.
+    Numbers do not change by a bit; of offloaded blocks on a CPU the last bits may, since copies lie elsewhere.
     To be called once, after adapters were added and before the model is spread over processes; what is trained must not
     change later.
 
