@@ -1,6 +1,6 @@
 """Reading shards back: how fast, how evenly, how soon, and how many. On the CPU, from a warm page cache.
 
-    python benchmarks/read.py [--samples 60] [--mb 10] [--runs 5] [--million 1000000] [--folder DIR]
+    python benchmarks/read.py [--samples 200] [--mb 10] [--runs 5] [--million 1000000] [--folder DIR]
 
 read:    samples as they come of 1024² (two latents, a prompt's embedding, its null prompt as a short tail), one to a
          batch, in one process. Each peer reads the same tensors and copies each once into a new batch; the null
@@ -63,7 +63,7 @@ Pass = Callable[[bool], Iterable[Tensors]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="reading shards back")
-    parser.add_argument("--samples", type=int, default=60)
+    parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--mb", type=float, default=10, help="of a prompt's embedding")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--million", type=int, default=10**6, help="samples of the generated shards")
