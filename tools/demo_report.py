@@ -6,10 +6,12 @@ Reads DEMO/shards, DEMO/run and DEMO/live, paints with the base model and with t
 DEMO/loss.png and DEMO/pictures.png. Run from the repository's root: paths in configs/demo.yaml are relative.
 """
 
+# ruff: noqa: E402 - what libraries say while they are imported is silenced before that
 from __future__ import annotations
 
 import argparse
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from PIL import Image
 
+from qie.cli.common import human_bytes, quiet_imports, quiet_libraries
+
+quiet_imports()
 from qie.cli.assemble import open_painter, open_rows
-from qie.cli.common import human_bytes, quiet_libraries
 from qie.config import Config, load_config
 from qie.data import open_stream
 from qie.encode.images import decode_image
@@ -34,6 +38,7 @@ from qie.training.metrics import METRICS_FILE, read_metrics
 ROWS_SHOWN = 4
 PAINT_STEPS = 10
 WARM_UP_STEPS = 5
+TITLE_CHARACTERS = 40
 
 
 def main() -> None:
@@ -114,7 +119,8 @@ def draw_pictures(config: Config, shards: Path, adapter: Path, path: Path) -> No
         )
         for axes, (title, picture) in zip(line, pictures.items(), strict=True):
             axes.imshow(picture)
-            axes.set_title(title if title != "target" else f"target: {row.prompt}", fontsize=8, wrap=True)
+            text = title if title != "target" else textwrap.fill(f"target: {row.prompt}", TITLE_CHARACTERS)
+            axes.set_title(text, fontsize=8)
             axes.axis("off")
     figure.savefig(path, dpi=110)
 

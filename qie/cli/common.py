@@ -33,7 +33,7 @@ def explained(command: Command) -> Command:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         from qie.errors import QieError
 
-        _quiet_imports()
+        quiet_imports()
         try:
             return command(*args, **kwargs)
         except QieError as error:
@@ -53,7 +53,7 @@ def explained(command: Command) -> Command:
     return wrapper  # type: ignore[return-value]
 
 
-def _quiet_imports() -> None:
+def quiet_imports() -> None:
     """What libraries say while they are imported, about parts of them that nobody asked for."""
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):
