@@ -1,0 +1,343 @@
+"""tools/import_pt_cache.py: caches of qwen-image-finetune as shards, built here as that project's code writes them.
+
+Its layout is that of `EmbeddingCacheManager.save_cache_embedding` and `QwenImageEditTrainer.cache_step`, read in its
+repository (TsienDragon/qwen-image-finetune, src/qflux/data/cache_manager.py and src/qflux/trainer/), and of the
+releases before: src/data/cache_manager.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import pickle
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from diffusers import QwenImageEditPipeline
+
+from qie.cli import train
+from qie.data.sources import open_source
+from qie.precompute import Settings, precompute
+from qie.shards.reader import Shard
+from qie.shards.storage import published
+from qie.stats import summarise
+from qie.types import Sample
+from tests.builders import ROOT, assert_same, make_sample
+from tests.stubs import StubEncoder, StubSource
+from tests.training.runs import losses
+
+PLACES = {
+    "image_latents": "image",
+    "control_latents": "controls",
+    "prompt_embeds": "prompt",
+    "prompt_embeds_mask": "prompt",
+    "empty_prompt_embeds": "prompt",
+    "empty_prompt_embeds_mask": "prompt",
+}
+"""Tensor -> the hash by which it is found."""
+BEFORE = {"image_latents": "pixel_latent", "control_latents": "control_latent", "prompt_embeds": "prompt_embed"}
+SIZE = ("--size", "48x32", "--control-size", "48x32")
+"""Of the samples of `make_sample`: 4×6 in latent pixels of which each 2×2 is a token, and a token is 16 px wide."""
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """tools/import_pt_cache.py as a function of its arguments."""
+    spec = importlib.util.spec_from_file_location("import_tool", ROOT / "tools" / "import_pt_cache.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "import_tool", module)
+    spec.loader.exec_module(module)
+
+    def run(*arguments: object, family: str = "edit") -> int:
+        monkeypatch.setattr(sys, "argv", ["import_pt_cache.py", *map(str, arguments), "--family", family, "--quiet"])
+        with pytest.raises(SystemExit) as ended:
+            module.main()
+        return ended.value.code
+
+    return run
+
+
+def packed(latent: torch.Tensor) -> torch.Tensor:
+    _, _, height, width = latent.shape
+    return QwenImageEditPipeline._pack_latents(latent[None], 1, 16, height, width)[0]
+
+
+def tensors(sample: Sample) -> dict[str, torch.Tensor]:
+    return {
+        "image_latents": packed(sample.pixel_latent),
+        "control_latents": torch.cat([packed(latent) for latent in sample.control_latent]),
+        "prompt_embeds": sample.prompt_embed,
+        "prompt_embeds_mask": sample.prompt_embeds_mask.long(),
+        "empty_prompt_embeds": sample.empty_prompt_embed,
+        "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask.long(),
+    }
+
+
+def save(cache: Path, name: str, sample: Sample, **more: object) -> None:
+    """A row as `save_cache_embedding` writes it, with whatever else is in its metadata."""
+    metadata: dict[str, object] = {"version": "2.0"}
+    for tensor, values in tensors(sample).items():
+        metadata[tensor] = f"{PLACES[tensor]}{name}"
+        path = cache / tensor / f"{metadata[tensor]}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(values.detach().cpu().to(torch.float16), path)
+    (cache / "metadata").mkdir(exist_ok=True)
+    (cache / "metadata" / f"{name}.json").write_text(json.dumps(metadata | more, indent=2))
+
+
+def cache_of(folder: Path, count: int = 4) -> Path:
+    for number in range(count):
+        save(folder, f"row{number}", make_sample(number))
+    return folder
+
+
+def imported(folder: Path) -> list[Sample]:
+    shards = [Shard(index) for index in published(folder)]
+    return [shard.load(entry) for shard in shards for entry in shard.index.samples]
+
+
+def assert_imported(one: Sample, original: Sample) -> None:
+    """All tensors, bit for bit; the prompt is lost, and the key another."""
+    assert one.key != original.key
+    assert_same(one, replace(original, key=one.key, prompt=""))
+
+
+def reasons(folder: Path) -> dict[str, str]:
+    return {one.name: one.reason for index in published(folder) for one in Shard(index).index.skipped}
+
+
+def test_every_tensor_of_a_cache_is_imported_bit_for_bit(tool, tmp_path: Path, capsys) -> None:
+    cache = cache_of(tmp_path / "cache")
+    assert tool(cache, "--output", tmp_path / "new", *SIZE, "--shard-size", 3) == 0
+    assert capsys.readouterr().out.startswith("4 of 4 rows imported, 0 refused; recipe ")
+    for number, sample in enumerate(imported(tmp_path / "new")):
+        assert_imported(sample, make_sample(number))
+    shards = list(map(Shard, published(tmp_path / "new")))
+    assert [entry.name for shard in shards for entry in shard.index.samples] == [f"row{n}" for n in range(4)]
+    assert summarise(published(tmp_path / "new"), verify=True).faults == []
+
+
+def test_sizes_come_from_the_cache_where_it_has_them_in_tokens_or_pixels(tool, tmp_path: Path) -> None:
+    one, two = make_sample(0), make_sample(1, target=(2, 8), controls=((4, 6), (6, 2)))
+    save(tmp_path / "cache", "a", one, img_shapes=[[[3, 32, 48], [3, 32, 48]]])
+    save(tmp_path / "cache", "b", two, img_shapes=[[1, 1, 4], [1, 2, 3], [1, 3, 1]])
+    save(tmp_path / "cache", "c", two, img_shapes="main")
+    (tmp_path / "cache" / "img_shapes").mkdir()
+    torch.save(torch.tensor([[1, 1, 4], [1, 2, 3], [1, 3, 1]]).half(), tmp_path / "cache" / "img_shapes" / "main.pt")
+    assert tool(tmp_path / "cache", "--output", tmp_path / "new", family="edit_plus") == 0
+    samples = imported(tmp_path / "new")
+    for sample, original in zip(samples, (one, two, two), strict=True):
+        assert_imported(sample, original)
+    assert samples[1].key == samples[2].key
+    assert len(Shard(published(tmp_path / "new")[0]).index.files) == 2, "equal tensors are one record"
+
+
+def test_older_caches_are_imported_too(tool, tmp_path: Path, capsys) -> None:
+    """With metadata beside the folders; and without any, where the files of a row have one name."""
+    described, bare = tmp_path / "described", tmp_path / "bare"
+    cache_of(described, 2)
+    for path in (described / "metadata").iterdir():
+        path.rename(described / f"{path.stem}_metadata.json")
+    (described / "metadata").rmdir()
+    for number in range(2):
+        for tensor, values in tensors(make_sample(number)).items():
+            kind = tensor.replace("prompt_embeds", "prompt_embed") if tensor == "empty_prompt_embeds" else tensor
+            path = bare / BEFORE.get(kind, kind) / f"{number}.pt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(values[None], path, _use_new_zipfile_serialization=number == 0)
+    for cache in (described, bare):
+        assert tool(cache, "--output", tmp_path / f"new {cache.name}", *SIZE) == 0, capsys.readouterr().err
+        for number, sample in enumerate(imported(tmp_path / f"new {cache.name}")):
+            assert_imported(sample, make_sample(number))
+
+
+def test_padding_is_dropped(tool, tmp_path: Path) -> None:
+    sample = make_sample(0, tokens=2100, width=2)
+    cache = cache_of(tmp_path / "cache", 0)
+    save(cache, "a", sample)
+    mask = torch.cat([torch.ones(2100), torch.zeros(5)]).half()
+    torch.save(mask, cache / "prompt_embeds_mask" / "prompta.pt")
+    torch.save(
+        torch.cat([sample.prompt_embed, sample.prompt_embed.new_zeros(5, 2)]), cache / "prompt_embeds/prompta.pt"
+    )
+    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 0
+    [one] = imported(tmp_path / "new")
+    assert_imported(one, sample)
+
+
+def test_only_tokens_of_equal_bits_are_stored_once(tool, tmp_path: Path) -> None:
+    """-0 equals 0, but is another."""
+    sample = make_sample(0)
+    prompt = torch.zeros(9, 8).half()
+    sample = replace(sample, prompt_embed=prompt, empty_tail=-prompt[:4], shared_prefix=3)
+    save(tmp_path / "cache", "a", sample)
+    assert tool(tmp_path / "cache", "--output", tmp_path / "new", *SIZE) == 0
+    [one] = imported(tmp_path / "new")
+    assert_imported(one, sample)
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_malicious_pickle_does_nothing_and_is_named_and_the_rest_is_imported(
+    tool, tmp_path: Path, capsys, zipped: bool
+) -> None:
+    cache = cache_of(tmp_path / "cache")
+    hostile = cache / "prompt_embeds" / "promptrow1.pt"
+    torch.save({"x": Touch(tmp_path / "ran")}, hostile, _use_new_zipfile_serialization=zipped)
+    (cache / "image_latents" / "imagerow2.pt").write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
+    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 1
+    output = capsys.readouterr()
+    assert not (tmp_path / "ran").exists()
+    assert output.out.startswith("2 of 4 rows imported, 2 refused")
+    assert "refused row1: prompt_embeds/promptrow1.pt asks to run " in output.err
+    assert "refused row2: image_latents/imagerow2.pt " in output.err
+    assert_imported(imported(tmp_path / "new")[1], make_sample(3))
+    assert set(reasons(tmp_path / "new")) == {"row1", "row2"}, "the shards keep account of what was refused"
+    assert summarise(published(tmp_path / "new"), verify=True).faults == []
+
+
+def _write(name: str, content: object):
+    return lambda cache: torch.save(content, cache / name)
+
+
+def _metadata(**changes: object):
+    def change(cache: Path) -> None:
+        path = cache / "metadata" / "row1.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+IMAGE, PROMPT, MASK = "image_latents/imagerow1.pt", "prompt_embeds/promptrow1.pt", "prompt_embeds_mask/promptrow1.pt"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda cache: (cache / PROMPT).unlink(), f"{PROMPT} is missing"),
+        (lambda cache: (cache / PROMPT).write_bytes((cache / PROMPT).read_bytes()[:300]), "no tensor that can be read"),
+        (lambda cache: (cache / PROMPT).write_bytes(b""), "no tensor that can be read"),
+        (lambda cache: (cache / "metadata/row1.json").write_text("[1"), "metadata/row1.json is no metadata"),
+        (lambda cache: (cache / "metadata/row1.json").write_text("[1]"), "metadata/row1.json is no metadata"),
+        (lambda cache: (cache / "metadata/row1.json").write_text("{}"), "it has no image_latents"),
+        (_metadata(image_latents="../../x"), "names a file that cannot be the cache's: '../../x'"),
+        (_metadata(img_shapes="../x"), "names a file that cannot be the cache's"),
+        (_metadata(img_shapes=[[1, -2, -3], [1, 2, 3]]), "its img_shapes are none"),
+        (_metadata(img_shapes=[["a"]]), "its img_shapes are none"),
+        (_metadata(img_shapes=[]), "its img_shapes are none"),
+        (_metadata(img_shapes=[[1, 3, 3], [1, 2, 3]]), "pixel_latent is [6, 64], which is not 48×48 px"),
+        (_metadata(img_shapes=[[1, 2, 3]] * 3), "it has 2 controls, which edit does not take"),
+        (_metadata(img_shapes=[[1, 2, 3]]), "its img_shapes are none"),
+        (_write(IMAGE, torch.zeros(6, 32)), "pixel_latent is [6, 32], which is not 48×32 px packed to 64 channels"),
+        (_write(IMAGE, torch.zeros(16, 1, 4, 6)), "pixel_latent is [16, 1, 4, 6], expected 2 dimensions"),
+        (_write(IMAGE, torch.full((6, 64), float("nan"))), "pixel_latent contains NaN or infinity"),
+        (_write(IMAGE, torch.zeros(1).expand(10**9, 64)), f"{IMAGE} holds no plain tensor"),
+        (_write(IMAGE, {"x": torch.zeros(6, 64)}), f"{IMAGE} holds no plain tensor"),
+        (_write(IMAGE, torch.eye(6).to_sparse()), f"{IMAGE} holds no plain tensor"),
+        (_write(PROMPT, torch.zeros(9, 4)), "prompt_embed and empty_prompt_embed have other widths"),
+        (_write(MASK, torch.zeros(9)), "prompt_embed's mask is not that of 9 tokens"),
+        (_write(MASK, torch.tensor([0, 1] + [1] * 7)), "prompt_embed's mask is not that of 9 tokens"),
+        (_write(MASK, torch.full((9,), float("nan"))), "prompt_embed's mask is not that of 9 tokens"),
+        (_write(MASK, torch.ones(8)), "prompt_embed's mask is not that of 9 tokens"),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_its_reason(tool, tmp_path: Path, capsys, spoil, reason: str) -> None:
+    cache = cache_of(tmp_path / "cache", 3)
+    spoil(cache)
+    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 1
+    assert reason in reasons(tmp_path / "new")["row1"]
+    assert f"refused row1: {reasons(tmp_path / 'new')['row1']}\n" in capsys.readouterr().err
+    assert len(imported(tmp_path / "new")) == 2
+
+
+def test_without_sizes_every_row_is_refused_and_files_of_no_row_are_counted(tool, tmp_path: Path, capsys) -> None:
+    cache = cache_of(tmp_path / "cache", 2)
+    torch.save(torch.zeros(1), cache / "image_latents" / "left over.pt")
+    assert tool(cache, "--output", tmp_path / "new") == 1
+    output = capsys.readouterr()
+    assert output.err.count("give --size and --control-size") == 2
+    assert "1 files belong to no row" in output.err
+
+
+def test_a_cache_that_does_not_say_what_belongs_together_is_refused_row_by_row(tool, tmp_path: Path, capsys) -> None:
+    cache = cache_of(tmp_path / "cache", 2)
+    shutil.rmtree(cache / "metadata")
+    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 1
+    assert "refused imagerow0: control_latents/imagerow0.pt is missing" in capsys.readouterr().err
+
+
+def test_a_name_cannot_command_a_terminal(tool, tmp_path: Path, capsys) -> None:
+    cache = cache_of(tmp_path / "cache", 1)
+    (cache / "metadata" / "\x1b[31m.json").write_text("{}")
+    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 1
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_folders_that_are_no_cache_and_outputs_that_hold_other_shards_are_refused(tool, tmp_path: Path, capsys) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "nowhere"):
+        assert tool(tmp_path / folder, "--output", tmp_path / "new") == 2
+        assert "error: this is no cache of qwen-image-finetune" in capsys.readouterr().err
+    cache = cache_of(tmp_path / "cache", 2)
+    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 0, "again: the same"
+    assert tool(cache, "--output", tmp_path / "new", *SIZE, "--model", "another") == 2
+    assert "another recipe" in capsys.readouterr().err
+    assert tool(cache, "--output", tmp_path / "new", *SIZE, "--shard-size", "1") == 2
+    assert "the output holds other shards" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / "new").iterdir()} == before
+
+
+@pytest.mark.parametrize("words", [["--size", "96"], ["--size", "96x8"], ["--size", "48x32"], ["--shard-size", "0"]])
+def test_wrong_usage_is_refused(tool, tmp_path: Path, words: list[str]) -> None:
+    assert tool(cache_of(tmp_path / "cache", 1), "--output", tmp_path / "new", *words) == 2
+
+
+def test_an_imported_sample_is_never_taken_for_a_row_that_is_encoded(tool, tmp_path: Path) -> None:
+    encoder, source = StubEncoder(), StubSource.of(2)
+    for row in source.rows:
+        save(tmp_path / "cache", row.name, encoder.encode(row), img_shapes=[[1, 2, 2], [1, 2, 2]])
+    tool(tmp_path / "cache", "--output", tmp_path / "new", family="edit_plus")
+    encoder = StubEncoder()
+    precompute(source, encoder, tmp_path / "mine", rows=(0, 2), settings=Settings(reuse=[str(tmp_path / "new")]))
+    assert encoder.encoded == [0, 1]
+
+
+def test_an_imported_cache_trains(tool, tiny_edit: Path, photos: Path, encoder, tmp_path: Path) -> None:
+    precompute(open_source(photos), encoder, tmp_path / "mine", rows=(0, 4))
+    originals = imported(tmp_path / "mine")
+    for number, sample in enumerate(originals):
+        shapes = [(3, 8 * height, 8 * width) for height, width in (sample.shape.target, *sample.shape.controls)]
+        save(tmp_path / "cache", f"row{number}", sample, img_shapes=shapes)
+    assert tool(tmp_path / "cache", "--output", tmp_path / "new") == 0
+    for sample, original in zip(imported(tmp_path / "new"), originals, strict=True):
+        assert_imported(sample, original)
+    settings = {
+        "model": {"pretrained_model_name_or_path": str(tiny_edit), "lora": {"r": 2}},
+        "train": {"mixed_precision": "no", "gradient_checkpointing": False, "max_steps": 2},
+        "data": {"caption_dropout_rate": 0.5},
+        "validation": {"rows": 0},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    words = [tmp_path / "new", "--config", tmp_path / "config.yaml", "--set", f"train.output_dir={tmp_path / 'run'}"]
+    result = CliRunner().invoke(train.main, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    assert len(losses(tmp_path / "run")) == 2
+    assert all(math.isfinite(loss) for loss in losses(tmp_path / "run"))

@@ -1,0 +1,379 @@
+"""Turn a cache directory of qwen-image-finetune (github.com/TsienDragon/qwen-image-finetune) into shards.
+
+    python tools/import_pt_cache.py CACHE --output DIR|URL --family edit|edit_plus [--model NAME] [--size WxH]
+                                    [--control-size WxH]... [--shard-size N] [--quiet]
+
+What it reads is what that project's EmbeddingCacheManager writes: a tensor a file, CACHE/<tensor>/<hash>.pt, without
+batch axis, and a JSON object for each row with the hash of each of its tensors: CACHE/metadata/<hash>.json, in releases
+before CACHE/<hash>_metadata.json. Before that there was none: then files of one name belong together, and a row whose
+files are named otherwise is refused, since nothing says which they are.
+
+Nothing in a file is executed: it is read as tensors, or refused. So is a row of which a file is missing, damaged, or
+not finite. A refused row is listed, counted, and kept in the shards as a skipped row with its reason; the rest is
+imported.
+
+Latents are packed, 2×2 to a token, so their sizes have to be known: from `img_shapes`, where a cache has it, else in
+pixels from --size (targets) and --control-size (once for each control, in order). A row that does not fit is refused.
+
+A cache says neither from which images and prompts nor with which weights it was made (its embeddings are even found by
+the prompt alone, whatever the control was). So the recipe of these shards says that they are imported, instead of how;
+--model is kept in it. A sample's key is the SHA-256 of its tensors under that recipe. qie-train reads the shards as
+any; qie-precompute never takes one of them for a row of its own. The prompts' texts are lost, masks were never cached.
+
+Exit status: 0 if all is imported, 1 if rows were refused, 2 if called wrongly; the reasons are on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qie.cli.common import Progress, explained
+from qie.errors import RowError, UsageError
+from qie.paths import local_path
+from qie.precompute.ranges import shard_ranges
+from qie.precompute.reshard import require_own
+from qie.recipe import FAMILIES, Recipe
+from qie.shards.index import Entry, Skipped, read_index
+from qie.shards.record import encode
+from qie.shards.storage import published
+from qie.shards.writer import ShardWriter
+from qie.stores import open_folder
+from qie.types import Row, Sample
+
+TENSORS = {
+    "pixel_latent": ("image_latents", "image_latent", "pixel_latent"),
+    "control_latent": ("control_latents", "control_latent"),
+    "prompt_embed": ("prompt_embeds", "prompt_embed"),
+    "prompt_embeds_mask": ("prompt_embeds_mask",),
+    "empty_prompt_embed": ("empty_prompt_embeds", "empty_prompt_embed"),
+    "empty_prompt_embeds_mask": ("empty_prompt_embeds_mask",),
+}
+"""Our names, and those of the cache: the latest first."""
+EMBEDS = ("prompt_embed", "empty_prompt_embed")
+IMPORTED = "imported from qwen-image-finetune"
+PATCH_PX = 16
+"""Pixels to a token's side: the VAE makes 8 of them one, packing two of those."""
+
+Size = tuple[int, int]
+"""Height and width in tokens."""
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What the cache says of a row.
+
+    Attributes:
+        name: of its metadata, or of its files.
+        files: the cache's own name of a tensor -> its file.
+        img_shapes: as in the metadata.
+        fault: why there is nothing else.
+    """
+
+    name: str
+    files: dict[str, Path] = field(default_factory=dict)
+    img_shapes: Any = None
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes samples of what is cached.
+
+    Attributes:
+        recipe: which the samples are said to follow.
+        sizes: of target and controls where the cache does not say; empty if unknown.
+    """
+
+    recipe: Recipe
+    sizes: tuple[Size, ...]
+
+    def sample(self, cached: Cached) -> Sample:
+        """Raises RowError, with the reason in one line, when the row is to be refused."""
+        if cached.fault:
+            raise RowError(cached.fault)
+        from qie.encode.fp16 import to_storage  # which imports libraries that are noisy until `explained` hushes them
+
+        stored = [to_storage(values, what) for what, values in self._tensors(cached)]
+        pixel, *controls, prompt, empty = (one.values for one in stored)
+        shared = shared_prefix(prompt, empty)
+        return Sample(
+            key=self._key([pixel, *controls, prompt, empty]),
+            prompt="",
+            pixel_latent=pixel,
+            control_latent=tuple(controls),
+            prompt_embed=prompt,
+            prompt_embeds_mask=torch.ones(len(prompt), dtype=torch.bool),
+            empty_tail=empty[shared:],
+            empty_prompt_embeds_mask=torch.ones(len(empty), dtype=torch.bool),
+            shared_prefix=shared,
+            clipped=sum(one.clipped for one in stored),
+            notes=(f"{IMPORTED}: the prompt's text is unknown",),
+        )
+
+    def _tensors(self, cached: Cached) -> Iterator[tuple[str, torch.Tensor]]:
+        """The target's latent, the controls', the prompt's embedding, the null prompt's."""
+        found = {name: find(cached, names) for name, names in TENSORS.items()}
+        target, *controls = self._sizes(cached)
+        most = FAMILIES[self.recipe.family].max_controls
+        if not controls or (most is not None and len(controls) > most):
+            raise RowError(f"it has {len(controls)} controls, which {self.recipe.family} does not take")
+        for name, sizes in (("pixel_latent", [target]), ("control_latent", controls)):
+            yield from ((name, latent) for latent in unpack(found[name], sizes, name))
+        embeds = [unpadded(found[name], found[f"{name}s_mask"], name) for name in EMBEDS]
+        if len({embed.shape[1] for embed in embeds}) > 1:
+            raise RowError(f"{' and '.join(EMBEDS)} have other widths")
+        yield from zip(EMBEDS, embeds, strict=True)
+
+    def _sizes(self, cached: Cached) -> tuple[Size, ...]:
+        shapes = cached.img_shapes
+        if "img_shapes" in cached.files:
+            shapes = load(cached.files["img_shapes"]).tolist()
+        if shapes is None and not self.sizes:
+            raise RowError("its images' sizes are not in the cache; give --size and --control-size")
+        return self.sizes if shapes is None else parse_shapes(shapes)
+
+    def _key(self, tensors: Sequence[torch.Tensor]) -> str:
+        lines = [self.recipe.full_digest]
+        lines += [f"{list(one.shape)} {hashlib.sha256(one.contiguous().numpy().data).hexdigest()}" for one in tensors]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def imported_recipe(family: str, model: str) -> Recipe:
+    """A recipe of which no field says more than is known; that of two models differs if they are named."""
+    unknown = f"{IMPORTED}, {model}"
+    return Recipe(
+        family=family,
+        vae=unknown,
+        text_encoder=unknown,
+        tokenizer=unknown,
+        processor=unknown,
+        areas_px=(),
+        text_area_px=None,
+        vae_dtype="unknown",
+        text_dtype="unknown",
+        template=unknown,
+        resampling=unknown,
+        multiple_px=PATCH_PX,
+        background="unknown",
+        encoding_version=0,
+    )
+
+
+# The cache's files
+
+
+def cached_rows(cache: Path) -> list[Cached]:
+    """Every row of a cache, by name. Raises UsageError when it is none."""
+    metadata = sorted(cache.glob("metadata/*.json")) or sorted(cache.glob("*_metadata.json"))
+    if metadata:
+        return [described(cache, path) for path in metadata]
+    kinds = {path.name for path in cache.iterdir() if path.is_dir()} if cache.is_dir() else set()
+    first = next((name for name in TENSORS["pixel_latent"] if name in kinds), None)
+    stems = sorted(path.stem for path in (cache / first).glob("*.pt")) if first else []
+    if not stems:
+        raise UsageError(
+            "this is no cache of qwen-image-finetune",
+            where=cache,
+            expected="metadata/<hash>.json and <tensor>/<hash>.pt",
+            found=", ".join(sorted(kinds)[:6]) or "no folders",
+        )
+    return [Cached(stem, {kind: cache / kind / f"{stem}.pt" for kind in kinds}) for stem in stems]
+
+
+def described(cache: Path, path: Path) -> Cached:
+    """The row of a metadata file."""
+    name = path.stem.removesuffix("_metadata")
+    try:
+        said = json.loads(path.read_bytes())
+        shapes = said.pop("img_shapes", None)
+        hashes = {kind: said[kind] for kind in said if kind != "version"}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return Cached(name, fault=f"{path.relative_to(cache)} is no metadata: {type(error).__name__}")
+    if isinstance(shapes, str):  # a hash, like the others: then it is a tensor
+        hashes["img_shapes"], shapes = shapes, None
+    odd = [text for pair in hashes.items() for text in pair if not re.fullmatch(r"[\w-]+", str(text), re.ASCII)]
+    if odd:
+        return Cached(name, fault=f"{path.relative_to(cache)} names a file that cannot be the cache's: {odd[0]!r:.100}")
+    return Cached(name, {kind: cache / kind / f"{value}.pt" for kind, value in hashes.items()}, shapes)
+
+
+def find(cached: Cached, names: Sequence[str]) -> torch.Tensor:
+    """A tensor by any of its names."""
+    for name in names:
+        if name in cached.files:
+            return load(cached.files[name])
+    raise RowError(f"it has no {names[0]}")
+
+
+def load(path: Path) -> torch.Tensor:
+    """The tensor in a file, mapped where that is possible. Whatever else is in it is refused, and not executed."""
+    place = f"{path.parent.name}/{path.name}"
+    if not path.is_file():
+        raise RowError(f"{place} is missing")
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # whatever content makes the loader raise is a fault of that content
+        code = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise RowError(
+            f"{place} asks to run {code[1]}, which was not done"
+            if code
+            else f"{place} holds no tensor that can be read"
+        ) from error
+    plain = isinstance(loaded, torch.Tensor) and loaded.layout == torch.strided and loaded.device.type == "cpu"
+    # Contiguous: a few bytes may claim to be a tensor of any size by saying that all its values are the same one.
+    if not plain or loaded.is_quantized or loaded.is_complex() or not loaded.is_contiguous():
+        raise RowError(f"{place} holds no plain tensor")
+    values: torch.Tensor = loaded.detach()
+    return values
+
+
+# From their tensors to ours
+
+
+def parse_shapes(shapes: Any) -> tuple[Size, ...]:
+    """`img_shapes`, target first: [1, height, width] in tokens or [3, height, width] in pixels; with a batch axis or
+    without."""
+    units = {1: 1, 3: PATCH_PX}
+    try:
+        if len(shapes) == 1:
+            [shapes] = shapes
+        sizes = tuple((int(height) // units[kind], int(width) // units[kind]) for kind, height, width in shapes)
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise RowError("its img_shapes are none") from error
+    if any(side < 1 for size in sizes for side in size) or not sizes:
+        raise RowError("its img_shapes are none")
+    return sizes
+
+
+def unpack(packed: torch.Tensor, sizes: Sequence[Size], what: str) -> list[torch.Tensor]:
+    """[L, 4 C], images one behind the other -> [C, 1, H, W] each, as diffusers' `_unpack_latents` does."""
+    packed = without_batch(packed, 2, what)
+    counts = [height * width for height, width in sizes]
+    if sum(counts) != len(packed) or packed.shape[1] != 64:
+        due = " + ".join(f"{width * PATCH_PX}×{height * PATCH_PX}" for height, width in sizes)
+        raise RowError(f"{what} is {list(packed.shape)}, which is not {due} px packed to 64 channels")
+    parts = torch.split(packed, counts)
+    return [
+        part.view(height, width, 16, 2, 2).permute(2, 0, 3, 1, 4).reshape(16, 1, 2 * height, 2 * width)
+        for part, (height, width) in zip(parts, sizes, strict=True)
+    ]
+
+
+def unpadded(embed: torch.Tensor, mask: torch.Tensor, what: str) -> torch.Tensor:
+    """[L, D] without the padding behind it."""
+    embed, mask = without_batch(embed, 2, what), without_batch(mask, 1, f"{what}'s mask")
+    length = int(mask.bool().sum())  # as bool: FP16, in which masks are cached, counts to 2048
+    due = torch.arange(len(mask)) < length
+    if length < 1 or len(mask) != len(embed) or not torch.equal(mask.float(), due.float()):
+        raise RowError(f"{what}'s mask is not that of {len(embed)} tokens with padding behind them")
+    return embed[:length]
+
+
+def without_batch(tensor: torch.Tensor, rank: int, what: str) -> torch.Tensor:
+    tensor = tensor[0] if tensor.ndim == rank + 1 and len(tensor) == 1 else tensor
+    if tensor.ndim != rank:
+        raise RowError(f"{what} is {list(tensor.shape)}, expected {rank} dimensions")
+    return tensor
+
+
+def shared_prefix(prompt: torch.Tensor, empty: torch.Tensor) -> int:
+    """In how many leading tokens both embeddings agree, bit for bit."""
+    length = min(len(prompt), len(empty))
+    same = (prompt[:length].view(torch.int16) == empty[:length].view(torch.int16)).all(1)
+    return int(same.long().cumprod(0).sum())
+
+
+# The command
+
+
+def write(given: argparse.Namespace, rows: Sequence[Cached], reader: Reader) -> Iterator[Skipped | Entry]:
+    """Write all shards; yields what each row became."""
+    output = open_folder(given.output)
+    ranges = shard_ranges(0, len(rows), given.shard_size, ())
+    require_own(output, ranges)
+    for index in published(output)[:1]:
+        reader.recipe.require_equal(read_index(index).recipe, index, "name an empty folder")
+    for start, stop in ranges:
+        with ShardWriter(output, start, stop, reader.recipe) as shard:
+            for number, cached in enumerate(rows[start:stop], start):
+                try:
+                    sample = reader.sample(cached)
+                except RowError as error:
+                    skipped = Skipped(number, cached.name, error.what)
+                    shard.skip(skipped)
+                    yield skipped
+                else:
+                    entry = Entry.of(sample, Row(number, cached.name, b"", (), ""))
+                    shard.add(entry, encode(sample, reader.recipe.digest))
+                    yield entry
+            shard.publish()
+
+
+def run(given: argparse.Namespace) -> int:
+    cache = local_path(given.cache)
+    rows = cached_rows(cache)
+    sizes = (given.size, *given.control_size) if given.size else ()
+    reader = Reader(imported_recipe(given.family, given.model), sizes)
+    refused = 0
+    with Progress("importing", len(rows), "rows", quiet=given.quiet) as progress:
+        for done, one in enumerate(write(given, rows, reader), start=1):
+            progress.at(done)
+            if isinstance(one, Skipped):
+                refused += 1
+                tell(f"refused {one.name}: {one.reason}")
+    used = {path for row in rows for path in row.files.values()}
+    unused = sum(path not in used for path in cache.glob("*/*.pt"))
+    if unused:
+        tell(f"{unused} files belong to no row")
+    print(f"{len(rows) - refused} of {len(rows)} rows imported, {refused} refused; recipe {reader.recipe.digest}")
+    return int(refused > 0)
+
+
+def tell(line: str) -> None:
+    """A line on stderr; what a terminal would obey is escaped: a cache may call its files anything."""
+    print("".join(char if char.isprintable() else repr(char)[1:-1] for char in line), file=sys.stderr)
+
+
+def size(text: str) -> Size:
+    match = re.fullmatch(r"(\d+)[x×](\d+)", text)
+    if not match or min(int(match[1]), int(match[2])) < PATCH_PX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 832x576, in pixels")
+    return int(match[2]) // PATCH_PX, int(match[1]) // PATCH_PX
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="a cache of qwen-image-finetune as shards")
+    parser.add_argument("cache", type=Path, metavar="CACHE")
+    parser.add_argument("--output", required=True, metavar="DIR|URL")
+    parser.add_argument("--family", required=True, choices=sorted(FAMILIES), help="of the model that it was made for")
+    parser.add_argument("--model", default="an unknown model", metavar="NAME", help="with which it was made")
+    parser.add_argument("--size", type=size, metavar="WxH", help="of all targets, in pixels")
+    parser.add_argument("--control-size", type=size, action="append", default=[], metavar="WxH", help="of each control")
+    parser.add_argument("--shard-size", type=int, default=64, metavar="N", help="rows per shard; default: 64")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    given = parser.parse_args()
+    if given.shard_size < 1:
+        parser.error("--shard-size is at least 1")
+    if bool(given.size) != bool(given.control_size):
+        parser.error("--size and --control-size go together")
+    return given
+
+
+@explained
+def main() -> None:
+    sys.exit(run(arguments()))
+
+
+if __name__ == "__main__":
+    main()

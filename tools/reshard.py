@@ -1,0 +1,106 @@
+"""Merge, split, filter and copy shards, between any stores, without encoding or decoding them.
+
+    python tools/reshard.py SHARDS... --output DIR|URL [--shard-size N] [--rows A-B] [--only-source NAME]
+                            [--drop-keys FILE] [--renumber] [--quiet]
+
+SHARDS are folders, globs or patterns with {000..999} braces, paths or URLs, of one recipe. Rows keep their numbers and
+records their bytes: the output is what qie-precompute would have written with that shard size. Several places that
+number their rows alike, such as the shards of two sources, are merged with --renumber: each place's rows are numbered
+on from those of the place before.
+
+--rows copies the rows [A, B), by their new numbers; A- means all from A. --only-source and --drop-keys (one key, 64 hex
+characters, a line) leave samples out; their rows are listed as skipped, with the reason. Run again after it was
+stopped, it copies what is missing.
+
+Exit status: 0 if all is copied, 1 if a shard has a fault, a key to be dropped is nowhere, or no sample is left, 2 if
+called wrongly; the reason is on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from qie.cli.common import Progress, explained
+from qie.errors import UsageError
+from qie.paths import local_path
+from qie.precompute.reshard import Choice, Resharded, reshard
+from qie.shards.storage import find_indexes
+from qie.stores import open_folder
+
+EVER = 1 << 62
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="shards cut anew, without encoding or decoding them")
+    parser.add_argument("shards", nargs="+", metavar="SHARDS")
+    parser.add_argument("--output", required=True, metavar="DIR|URL")
+    parser.add_argument("--shard-size", type=int, default=64, metavar="N", help="rows per shard; default: 64")
+    parser.add_argument("--rows", type=rows, metavar="A-B", help="the rows [A, B) only")
+    parser.add_argument("--only-source", metavar="NAME", help="samples of this source only")
+    parser.add_argument("--drop-keys", type=Path, metavar="FILE", help="leave out these keys, one a line")
+    parser.add_argument("--renumber", action="store_true", help="number the rows of all places one behind the other")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    return parser.parse_args()
+
+
+def rows(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)-(\d*)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range such as 0-6400 or 6400-")
+    return int(match[1]), int(match[2] or EVER)
+
+
+def keys(path: Path) -> frozenset[str]:
+    lines = local_path(path).read_text(encoding="utf-8", errors="replace").split()
+    for line in lines:
+        if not re.fullmatch("[0-9a-f]{64}", line):
+            raise UsageError("this is no key", where=path, expected="64 hex characters a line", found=line[:100])
+    return frozenset(lines)
+
+
+def run(given: argparse.Namespace) -> int:
+    dropped = keys(given.drop_keys) if given.drop_keys else frozenset[str]()
+    places = [find_indexes([place]) for place in given.shards]
+    with Progress("copying", sum(map(len, places)), "shards", quiet=given.quiet) as progress:
+
+        def at(done: int, total: int) -> None:
+            if done == 1:
+                progress.begin(0, total)
+            progress.at(done)
+
+        report = reshard(
+            places,
+            open_folder(given.output),
+            shard_size=given.shard_size,
+            choice=Choice(given.rows, given.only_source, dropped),
+            renumber=given.renumber,
+            progress=at,
+        )
+    return told(report, len(dropped))
+
+
+def told(report: Resharded, dropped: int) -> int:
+    """Print what was done. The exit status."""
+    print(
+        f"{report.shards} shards, {report.present} of them there before: {report.samples} samples, "
+        f"{report.skipped} skipped rows, {report.left_out} left out"
+    )
+    if len(report.dropped) < dropped:
+        print(
+            f"error: {dropped - len(report.dropped)} of {dropped} keys to be dropped are in no shard", file=sys.stderr
+        )
+    if not report.samples:
+        print("error: no sample is left", file=sys.stderr)
+    return int(len(report.dropped) < dropped or not report.samples)
+
+
+@explained
+def main() -> None:
+    sys.exit(run(arguments()))
+
+
+if __name__ == "__main__":
+    main()
