@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from qie.data.stream import Stream
 from qie.errors import QieError
 from qie.pretrained import Checkpoint
 from qie.training.card import RunReport, write_card, write_run
-from qie.training.checkpoint import damaged, publish_checkpoint, read_state, remove_old
+from qie.training.checkpoint import checkpoints, damaged, publish_checkpoint, read_state, remove_old
 from qie.training.feed import Feed, Prepared, batches_of, planned_steps
 from qie.training.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
 from qie.training.model import load_shift
@@ -197,10 +198,12 @@ class Run:
         if not main:
             return output_dir
 
+        told = report()
+
         def write(folder: Path) -> dict[str, Any]:
             write_weights(folder)
             save_file(tensors, folder / OPTIMIZER_FILE)
-            write_card(folder, report())
+            write_card(folder, told)
             return {
                 "step": self.step,
                 "batches": self._taken,
@@ -212,7 +215,7 @@ class Run:
 
         saved = publish_checkpoint(output_dir, self.step, write)
         remove_old(output_dir, self.config.train.keep_last, self.config.train.keep_every)
-        write_run(output_dir, report())
+        write_run(output_dir, replace(told, checkpoints=tuple(kept.name for kept in checkpoints(output_dir))))
         return saved
 
     def finish(self) -> None:

@@ -23,11 +23,6 @@ from tests.training.runs import ROWS, Bench, checkpoint, lines, losses, names, v
 
 
 @pytest.fixture(scope="module")
-def bench(tiny_edit: Path, photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench.make(tmp_path_factory.mktemp("journal"), tiny_edit, photos, encoder)
-
-
-@pytest.fixture(scope="module")
 def painted(bench: Bench, photos: Path) -> Path:
     """A run with sample images, TensorBoard, and an adapter that does much."""
     image = str(min((photos / "control_images").glob("*.png")))

@@ -27,18 +27,6 @@ from tests.training.runs import ADAPTER, ROWS, Bench, checkpoint, lines, losses,
 FULL = {"model__lora": None, "optimizer__init_args": {"lr": 1e-3}}
 
 
-@pytest.fixture(scope="module")
-def bench(tiny_edit: Path, photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench.make(tmp_path_factory.mktemp("trainer"), tiny_edit, photos, encoder)
-
-
-@pytest.fixture(scope="module")
-def plain(bench: Bench) -> Path:
-    """A run of four steps, with a checkpoint of each."""
-    bench.train(bench.folder / "plain", train__checkpoint_every=1)
-    return bench.folder / "plain"
-
-
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each sample was trained on."""

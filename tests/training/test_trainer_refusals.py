@@ -26,18 +26,6 @@ from qie.training.step import Losses, Objective
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines, losses, names, tree
 
 
-@pytest.fixture(scope="module")
-def bench(tiny_edit: Path, photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench.make(tmp_path_factory.mktemp("refusals"), tiny_edit, photos, encoder)
-
-
-@pytest.fixture(scope="module")
-def plain(bench: Bench) -> Path:
-    """A run of four steps, with a checkpoint of each."""
-    bench.train(bench.folder / "plain", train__checkpoint_every=1)
-    return bench.folder / "plain"
-
-
 @pytest.fixture
 def stopped(plain: Path, tmp_path: Path) -> Path:
     """The same, stopped after its second step."""
