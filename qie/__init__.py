@@ -7,9 +7,11 @@ from typing import Any
 
 _EXPORTS = {
     "Batch": "qie.types",
+    "Checkpoint": "qie.pretrained",
     "Config": "qie.config",
     "Encoder": "qie.encode",
     "EncoderOptions": "qie.encode",
+    "Painter": "qie.predict",
     "QieError": "qie.errors",
     "Recipe": "qie.recipe",
     "Row": "qie.types",
@@ -17,9 +19,15 @@ _EXPORTS = {
     "ShardSet": "qie.shards.shard_set",
     "Stream": "qie.data.stream",
     "load_config": "qie.config",
+    "open_accelerator": "qie.opening",
     "open_checkpoint": "qie.pretrained",
+    "open_encoder": "qie.opening",
+    "open_painter": "qie.opening",
+    "open_rows": "qie.opening",
     "open_source": "qie.data.sources",
     "open_stream": "qie.data",
+    "open_training_stream": "qie.opening",
+    "train": "qie.training.loop",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from unittest import mock
 
 import diffusers
@@ -20,12 +18,14 @@ from PIL import Image
 from qie.config import AdapterConfig
 from qie.encode import Encoder
 from qie.encode.scene import Scene, embed_scene
-from qie.errors import QieError, UsageError
+from qie.encode.sizes import Size
+from qie.encode.text import MAX_POSITIONS
+from qie.errors import QieError, RowError
 from qie.pretrained import Checkpoint, loading
 from qie.recipe import NULL_PROMPT
 from qie.training.lora import add_frozen_adapters
-from qie.training.lora_file import ADAPTER_FILE
 from qie.training.model import load_scheduler, load_transformer
+from qie.training.quantize import Quantization, quantize_blocks
 
 
 def paint_scene(
@@ -35,6 +35,7 @@ def paint_scene(
     steps: int,
     cfg: float,
     seed: int,
+    size: Size | None = None,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Image.Image:
     """The edited image; see `Painter.paint`. The global random state is neither used nor changed.
@@ -43,6 +44,7 @@ def paint_scene(
         QieError: the device is out of memory.
     """
     embeds = {}
+    width, height = size or (None, None)
     for name, embed in (("prompt_embeds", scene.prompt), ("negative_prompt_embeds", scene.negative)):
         if embed is not None:
             embeds[name] = embed[None].to(pipeline.vae.device, pipeline.vae.dtype)
@@ -52,6 +54,8 @@ def paint_scene(
             painted = pipeline(
                 image=list(scene.images) if len(scene.images) > 1 else scene.images[0],
                 **embeds,
+                width=width,
+                height=height,
                 true_cfg_scale=cfg,
                 num_inference_steps=steps,
                 generator=torch.Generator().manual_seed(seed),
@@ -61,7 +65,7 @@ def paint_scene(
         raise QieError(
             "a device is out of memory while painting",
             found=" ".join(str(error).split())[:200],
-            hint="lower data.area_px; qie-predict takes a device for each component (predict.devices)",
+            hint="lower data.area_px or --size; qie-predict takes a device for each component (predict.devices)",
         ) from error
     return painted.images[0]  # type: ignore[no-any-return]
 
@@ -98,15 +102,16 @@ class Painter:
     """A checkpoint's pipeline on its devices, and the encoder that embeds for it. Weights are loaded on first use.
 
     Args:
-        checkpoint: the base model, with transformer, scheduler and vae.
+        checkpoint: the base model, with scheduler and vae.
         encoder: embeds prompts, and holds the image areas that the adapter was trained with.
         vae_device, transformer_device: where they live; they may differ.
         dtype: of both.
-        lora: a folder that holds an adapter, such as a training checkpoint.
-        adapters: further ones, such as those that were part of the model while it was trained.
+        adapters: on the transformer, each at its scale; `check_adapters` tells earlier whether they fit.
+        quantize: how the transformer is stored, as it was while an adapter was trained.
+        trained: has the transformer, where that is not the base model's.
 
     Raises:
-        UsageError: the folder holds no adapter, or, when it is loaded, the adapter does not fit the model.
+        UsageError: when it is loaded, an adapter does not fit the model.
     """
 
     def __init__(
@@ -117,28 +122,44 @@ class Painter:
         vae_device: torch.device,
         transformer_device: torch.device,
         dtype: torch.dtype,
-        lora: Path | None = None,
         adapters: Sequence[AdapterConfig] = (),
+        quantize: Quantization | None = None,
+        trained: Checkpoint | None = None,
     ) -> None:
-        if lora is not None and not (lora / ADAPTER_FILE).is_file():
-            raise UsageError(
-                "no adapter in this folder", where=lora, expected=ADAPTER_FILE, hint="give a checkpoint-NNNNNN folder"
-            )
-        self._checkpoint, self._encoder, self._dtype, self._lora = checkpoint, encoder, dtype, lora
-        self._adapters, self._vae_device, self._transformer_device = adapters, vae_device, transformer_device
+        self.checkpoint, self._encoder, self._dtype = checkpoint, encoder, dtype
+        self._adapters, self._quantize, self._trained = adapters, quantize, trained or checkpoint
+        self._vae_device, self._transformer_device = vae_device, transformer_device
 
     @cached_property
     def pipeline(self) -> DiffusionPipeline:
-        vae, transformer = load_vae(self._checkpoint, self._dtype), load_transformer(self._checkpoint, self._dtype)
+        """Of diffusers, without encoders; for `paint_scene`."""
+        vae, transformer = load_vae(self.checkpoint, self._dtype), load_transformer(self._trained, self._dtype)
+        if self._quantize:
+            quantize_blocks(transformer, self._quantize, self._transformer_device)
         add_frozen_adapters(transformer, self._adapters)
-        if self._lora is not None:
-            _load_lora(transformer, self._lora)
-        pipeline = make_pipeline(self._checkpoint, vae.to(self._vae_device), transformer)
+        transformer.eval()  # an adapter comes in training mode
+        pipeline = make_pipeline(self.checkpoint, vae.to(self._vae_device), transformer)
         transformer.to(self._transformer_device)
         if self._transformer_device != self._vae_device:
             # The pipeline works where its VAE is; only the transformer's inputs and outputs travel.
             add_hook_to_module(transformer, AlignDevicesHook(self._transformer_device, io_same_device=True))
         return pipeline
+
+    def embed(
+        self, images: Sequence[Image.Image], prompt: str, negative_prompt: str | None, size: Size | None = None
+    ) -> Scene:
+        """What `paint_scene` needs of images and prompts; see `paint`. A negative prompt of None is no guidance."""
+        scene = embed_scene(self._encoder, images, prompt, negative_prompt)
+        # The transformer's text positions begin behind the largest half side of an image, in patches of 2×2.
+        room = MAX_POSITIONS - max(size or (0,)) // 32
+        longest = max(len(embed) for embed in (scene.prompt, scene.negative) if embed is not None)
+        if longest > room:
+            raise RowError("the prompt is too long", expected=f"at most {room} tokens, images included", found=longest)
+        return scene
+
+    def free_encoder(self) -> None:
+        """Give back the memory of the encoder's weights; what is embedded next loads them again."""
+        free(self._encoder)
 
     def paint(
         self,
@@ -149,6 +170,7 @@ class Painter:
         steps: int = 20,
         cfg: float = 4.0,
         seed: int = 0,
+        size: Size | None = None,
         on_step: Callable[[int], object] = lambda step: None,
         keep_encoder: bool = True,
     ) -> Image.Image:
@@ -160,6 +182,7 @@ class Painter:
             steps: denoising steps, at least 2: the schedule has a first and a last one.
             cfg: guidance scale; 1 and below does without the negative prompt, in half the time.
             seed: of the noise.
+            size: (width, height) of the painted image instead, multiples of 16; controls are seen as without.
             on_step: called with the number of steps done.
             keep_encoder: for more images; without, its weights are gone before those of the pipeline are loaded.
 
@@ -168,23 +191,10 @@ class Painter:
             RowError: a prompt cannot be embedded.
             QieError: a device is out of memory.
         """
-        scene = embed_scene(self._encoder, images, prompt, negative_prompt if cfg > 1 else None)
+        scene = self.embed(images, prompt, negative_prompt if cfg > 1 else None, size)
         if not keep_encoder:
-            free(self._encoder)
-        return paint_scene(self.pipeline, scene, steps=steps, cfg=cfg, seed=seed, on_step=on_step)
-
-
-def _load_lora(transformer: QwenImageTransformer2DModel, lora: Path) -> None:
-    bare = diffusers.QwenImageEditPipeline(None, None, None, None, None, transformer)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-            bare.load_lora_weights(lora, weight_name=ADAPTER_FILE, local_files_only=True)
-    except (ValueError, RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError("the adapter does not fit this model", where=lora / ADAPTER_FILE, found=reason) from error
-    transformer.set_adapter(list(transformer.peft_config))
-    transformer.eval()  # an adapter comes in training mode, in which it drops some of its input
+            self.free_encoder()
+        return paint_scene(self.pipeline, scene, steps=steps, cfg=cfg, seed=seed, size=size, on_step=on_step)
 
 
 @contextmanager

@@ -24,10 +24,10 @@ from PIL import Image
 from qie.cli.common import human_bytes, quiet_imports, quiet_libraries
 
 quiet_imports()
-from qie.cli.assemble import open_painter, open_rows
 from qie.config import Config, load_config
 from qie.data import open_stream
 from qie.encode.images import decode_image
+from qie.opening import open_painter, open_rows
 from qie.recipe import Recipe
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes

@@ -28,6 +28,7 @@ DTYPES = {"F16": ("e", 2), "BOOL": ("B", 1), "U8": ("B", 1)}  # name in a header
 SAMPLE = {"row", "name", "key", "shape", "tokens", "empty_tokens", "tensor_bytes", "clipped", "notes"}
 SKIPPED = {"row", "name", "reason", "key"}
 LATER = {"source": "", "variant": 0}  # fields of both that an index may lack, and what they are then
+INPUTS: Json = {"inputs": {}}  # the same of samples alone
 
 
 class Faults(list[str]):
@@ -79,11 +80,13 @@ def check_index(index: Json, stem: str, faults: Faults) -> None:
     digest = recipe.pop("digest")
     canonical = json.dumps(recipe, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     faults.expect("index: digest of the recipe", digest, hashlib.sha256(canonical.encode()).hexdigest()[:16])
-    for part, fields in ("samples", SAMPLE), ("skipped", SKIPPED):
+    for part, fields, later in ("samples", SAMPLE, LATER | INPUTS), ("skipped", SKIPPED, LATER):
         numbers = [version(entry) for entry in index[part]]
         faults.expect(f"index: order of rows and versions in {part}", numbers, sorted(numbers))
         for entry in index[part]:
-            faults.expect(f"index: fields of row {label(entry)}", sorted({*LATER, *entry}), sorted({*LATER, *fields}))
+            faults.expect(f"index: fields of row {label(entry)}", sorted({*later, *entry}), sorted({*later, *fields}))
+            inputs = entry.get("inputs", {})
+            faults.expect(f"index: inputs of row {label(entry)}", {type(one) for one in inputs.values()} - {str}, set())
             kinds = [type({**LATER, **entry}[name]) for name in ("row", "variant", "source", "name")]
             faults.expect(f"index: types in row {label(entry)}", kinds, [int, int, str, str])
     found = [version(entry) for entry in rows(index)]

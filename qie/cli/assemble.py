@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,43 +12,15 @@ import torch
 from PIL import Image, PngImagePlugin
 
 from qie.cli.common import quiet_libraries
-from qie.config import Config, required
-from qie.data.sources import Source, SourceSpec, open_source
-from qie.data.variants import Versions
-from qie.devices import resolve_device, resolve_dtype
-from qie.encode import Encoder, EncoderOptions
+from qie.config import Config
+from qie.data.sources import Source
+from qie.devices import resolve_device
+from qie.encode import Encoder
 from qie.encode.images import decode_image
 from qie.encode.text import check_prompt
 from qie.errors import RowError, UsageError
+from qie.opening import open_encoder, open_rows
 from qie.paths import local_path
-from qie.predict import Painter
-from qie.pretrained import ENCODERS, Checkpoint, open_checkpoint
-
-
-def open_encoder(config: Config) -> Encoder:
-    """The encoder of a configuration; its weights are hashed now and loaded on first use.
-
-    Raises:
-        ModelError: the checkpoint lacks an encoder, or is of another kind.
-        ConfigError: a device is not there.
-    """
-    vae_device = resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device")
-    text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
-    checkpoint = open_checkpoint(config.model.pretrained_model_name_or_path, config.model.family)
-    return Encoder.open(checkpoint, vae_device=vae_device, text_device=text_device, options=_options(config))
-
-
-def open_rows(config: Config, expected: str) -> Source:
-    """The rows of a configuration's data.source.
-
-    Raises:
-        ConfigError: there is none; says what is `expected`.
-        SourceError: it cannot be opened.
-    """
-    source = config.data.source
-    if isinstance(source, list):
-        return open_source([SourceSpec(part.source, part.name, part.weight) for part in source])
-    return open_source(required(source, "data.source", expected))
 
 
 def open_job(config: Config) -> tuple[Source, Encoder]:
@@ -79,55 +52,6 @@ def worker_configs(config: Config, devices: str) -> list[Config]:
     if not workers:
         raise UsageError("--devices all finds no GPU")
     return workers
-
-
-def versions(config: Config) -> Versions:
-    """Which versions of rows are stored."""
-    return Versions(config.cache.variants, config.data.augment.flip, config.data.augment.crop)
-
-
-def _options(config: Config) -> EncoderOptions:
-    data, cache = config.data, config.cache
-    areas = [data.area_px] if isinstance(data.area_px, int) else data.area_px
-    return EncoderOptions(
-        areas_px=None if areas is None else tuple(areas),
-        buckets_px=tuple((width, height) for width, height in data.buckets_px),
-        text_area_px=data.text_area_px,
-        multiple_px=data.multiple_px,
-        background=data.background,
-        compute_dtype=cache.compute_dtype,
-        continued=cache.share_prefix,
-        batch_size=cache.encode_batch_size,
-        compiled=cache.compile,
-        max_image_px=data.max_image_px,
-    )
-
-
-def open_painter(config: Config, lora: Path | None) -> Painter:
-    """The painter of a configuration, on the devices of its section predict."""
-    devices = config.predict.devices
-    vae_device = resolve_device(devices.vae, "predict.devices.vae")
-    text_device = resolve_device(devices.text_encoder, "predict.devices.text_encoder")
-    transformer_device = resolve_device(devices.transformer, "predict.devices.transformer")
-    checkpoint = open_checkpoint(
-        config.model.pretrained_model_name_or_path, config.model.family, (*ENCODERS, "transformer", "scheduler")
-    )
-    return Painter(
-        checkpoint,
-        painting_encoder(config, checkpoint, vae_device, text_device),
-        vae_device=vae_device,
-        transformer_device=transformer_device,
-        dtype=getattr(torch, resolve_dtype(config.cache.compute_dtype, transformer_device)),
-        lora=lora,
-        adapters=config.model.adapters,
-    )
-
-
-def painting_encoder(
-    config: Config, checkpoint: Checkpoint, vae_device: torch.device, text_device: torch.device
-) -> Encoder:
-    """An encoder under the configuration's recipe, on other devices than those of section cache."""
-    return Encoder.open(checkpoint, vae_device=vae_device, text_device=text_device, options=_options(config))
 
 
 def check_prompts(prompt: str, negative_prompt: str, where: str = "--{}", negative: str = "negative-prompt") -> None:
@@ -170,7 +94,7 @@ def check_output(path: Path) -> None:
     """Raise UsageError when no image can be written to `path`: to be asked before the work, not after it."""
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
         raise UsageError("the ending names no image format", where=path, expected="such as .png or .jpg")
-    if not path.parent.is_dir() or path.is_dir():
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError("nothing can be written there", where=path, expected="a file in a folder that exists")
 
 

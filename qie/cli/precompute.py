@@ -82,8 +82,9 @@ def main(
 
     Exits with 0 when every row is in a shard, 1 when rows were skipped (they are listed), 2 when nothing could be done.
     """
-    from qie.cli.assemble import open_encoder, open_rows, worker_configs
+    from qie.cli.assemble import worker_configs
     from qie.config import load_config, required
+    from qie.opening import open_encoder, open_rows
     from qie.precompute import resolve_range
     from qie.precompute.estimate import estimate
     from qie.stores import open_folder
@@ -125,7 +126,7 @@ def _devices(options: dict[str, Any]) -> list[str]:
 
 
 def _settings(config: Config, options: dict[str, Any]) -> Settings:
-    from qie.cli.assemble import versions
+    from qie.opening import versions
     from qie.precompute import Settings
 
     names = ("on_error", "retry_skipped", "trust_published", "reuse")
@@ -137,7 +138,8 @@ def _precompute(
 ) -> Report:
     from functools import partial
 
-    from qie.cli.assemble import open_encoder, open_job, worker_configs
+    from qie.cli.assemble import open_job, worker_configs
+    from qie.opening import open_encoder
     from qie.precompute import precompute
 
     shared: dict[str, Any] = {

@@ -85,10 +85,11 @@ def save_samples(images: Sequence[Image.Image], output_dir: Path, step: int) -> 
 
 def _embed(config: Config, checkpoint: Checkpoint, device: torch.device) -> list[Scene]:
     """Every sample, embedded, in host memory. The encoder that did it is gone."""
-    from qie.cli.assemble import check_prompts, painting_encoder, read_images
+    from qie.cli.assemble import check_prompts, read_images
     from qie.devices import resolve_device
     from qie.encode.scene import check_controls, embed_scene
     from qie.errors import RowError, UsageError
+    from qie.opening import painting_encoder
     from qie.predict import free
 
     controls = []

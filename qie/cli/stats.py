@@ -1,18 +1,20 @@
-"""qie-stats: what shards hold, and whether they are sound."""
+"""qie-stats: what shards hold, whether they are sound, why rows are not in them, and what an epoch would be."""
 
 from __future__ import annotations
 
+import gc
+import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Progress, explained, human_bytes, quiet_option
+from qie.cli.common import Progress, explained, human_bytes, quiet_option, set_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from qie.stats import Summary
+    from qie.stats import EpochPlan, Explanation, Summary
     from qie.stores import File
 
 
@@ -20,29 +22,100 @@ if TYPE_CHECKING:
 @click.argument("shards", nargs=-1, required=True)
 @click.option("--verify", is_flag=True, help="Rehash every shard against its index.")
 @click.option("--compact", is_flag=True, help="Write one index of all shards into each folder: it opens in seconds.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option(
+    "--explain",
+    "source",
+    metavar="SOURCE",
+    help="Instead: which rows of SOURCE are in the shards under --config, and what changed of those that are not.",
+)
+@click.option("--config", "config_path", metavar="FILE", help="YAML configuration, for --explain.")
+@set_option
+@click.option("--plan", is_flag=True, help="Instead: steps, padding and bytes of an epoch.")
+@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Per process, for --plan.")
+@click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Processes, for --plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 @quiet_option
 @explained
-def main(shards: tuple[str, ...], verify: bool, compact: bool, as_json: bool, quiet: bool) -> None:
+def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
     """Summarise SHARDS: folders, globs, or patterns with {000..999} braces, paths or URLs.
 
     Exits with 1 when anything is wrong: unreadable or damaged shards, rows held twice, mixed recipes.
     """
-    import json
-
     from qie.shards.storage import find_indexes
+
+    _check(options)
+    indexes = find_indexes(shards)
+    if options["source"]:
+        _explain(indexes, options, as_json, quiet)
+    elif options["plan"]:
+        _plan(indexes, options, as_json)
+    else:
+        _summarise(indexes, options, as_json, quiet)
+
+
+def _check(options: dict[str, Any]) -> None:
+    from qie.errors import UsageError
+
+    chosen = [f"--{name}" for name in ("verify", "compact", "plan") if options[name]]
+    if options["source"]:
+        if chosen:
+            raise UsageError(f"--explain excludes {chosen[0]}", hint="run one after the other")
+        if not options["config_path"]:
+            raise UsageError("--explain needs --config", hint="the configuration that rows would be encoded with")
+    elif options["config_path"] or options["overrides"]:
+        raise UsageError("--config and --set are for --explain", hint="name the rows with --explain SOURCE")
+    if options["plan"] and len(chosen) > 1:
+        raise UsageError(f"--plan excludes {chosen[0]}", hint="run one after the other")
+    if not options["plan"] and (options["batch_size"], options["world"]) != (1, 1):
+        raise UsageError("--batch-size and --world are for --plan")
+
+
+def _summarise(indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool) -> None:
     from qie.stats import summarise
 
-    indexes = find_indexes(shards)
-    with Progress("verifying" if verify else "reading", len(indexes), "shards", quiet=quiet or not verify) as progress:
+    gc.freeze()  # or the collector would go through all that was imported again and again while indexes come and go
+    verify = options["verify"]
+    quick = not verify and len(indexes) < 1000
+    with Progress("verifying" if verify else "reading", len(indexes), "shards", quiet=quiet or quick) as progress:
         summary = summarise(indexes, verify=verify, progress=progress.at)
-    if compact and not summary.faults:
+    if options["compact"] and not summary.faults:
         _compact(indexes, quiet or as_json)
     if as_json:
-        click.echo(json.dumps(summary.to_dict(), indent=2, ensure_ascii=False))
+        _print_json(summary.to_dict())
     else:
         _print(summary, verify)
     sys.exit(1 if summary.faults else 0)
+
+
+def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool) -> None:
+    """Exits with 1 for rows and indexes that cannot be read; a miss is an answer."""
+    from qie.cli.common import quiet_libraries
+    from qie.config import load_config
+    from qie.opening import open_encoder, open_rows, versions
+    from qie.stats import explain_rows
+
+    quiet_libraries()
+    config = load_config(options["config_path"], options["overrides"])
+    config = config.model_copy(update={"data": config.data.model_copy(update={"source": options["source"]})})
+    rows, recipe = open_rows(config, "rows"), open_encoder(config).recipe
+    with Progress("comparing", len(rows), "rows", quiet=quiet) as progress:
+        found = explain_rows(rows, recipe, indexes, versions=versions(config), progress=progress.at)
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        _print_explanation(found)
+    sys.exit(1 if found.faults or "unreadable" in found.states else 0)
+
+
+def _plan(indexes: Sequence[File], options: dict[str, Any], as_json: bool) -> None:
+    from qie.stats import plan_shards
+
+    plans = plan_shards(indexes, batch_size=options["batch_size"], world=options["world"])
+    if as_json:
+        _print_json([plan.to_dict() for plan in plans])
+        return
+    for plan in plans:
+        _print_plan(plan)
 
 
 def _compact(indexes: Sequence[File], quiet: bool) -> None:
@@ -55,35 +128,76 @@ def _compact(indexes: Sequence[File], quiet: bool) -> None:
             click.echo(f"compacted: {file}")
 
 
+def _print_json(value: object) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
 def _print(summary: Summary, verified: bool) -> None:
-    per_sample = summary.bytes / summary.samples if summary.samples else 0
     lines = [
         ("shards", f"{summary.shards}, {human_bytes(summary.bytes)}"),
         ("rows", f"{summary.rows}: " + ", ".join(f"[{start}, {stop})" for start, stop in summary.ranges)),
-        ("samples", f"{summary.samples}, {human_bytes(per_sample)} each"),
+        ("samples", f"{summary.samples}, {human_bytes(summary.bytes_per_sample)} each"),
         ("skipped", f"{sum(summary.skipped.values())}"),
-        ("recipes", ", ".join(summary.recipes)),
+        ("recipes", ", ".join(f"{recipe} in {count}" for recipe, count in summary.recipes.items())),
         ("tokens", ", ".join(f"{name} {value}" for name, value in summary.tokens.items())),
-        ("clipped", f"{summary.clipped} values"),
+        ("clipped", f"{summary.clipped} values in {summary.clipped_samples} samples"),
     ]
-    if summary.records != summary.samples:
-        lines.insert(3, ("records", f"{summary.records}: rows of equal content share one"))
+    if summary.duplicates:
+        lines.insert(3, ("content", f"{summary.duplicates} samples repeat others; {summary.records} records"))
     for name, value in lines:
         click.echo(f"{name:<9} {value}")
+    for folder, start, stop in summary.missing:
+        click.echo(f"missing   [{start}, {stop}) in {folder}")
     click.echo("bytes per sample")
     for name, size in summary.tensor_bytes.items():
-        click.echo(f"  {human_bytes(size):>9}  {name}")
+        click.echo(f"  {human_bytes(size):>9}  {name}, {human_bytes(summary.tensor_bytes_total[name])} in all")
     click.echo("shapes")
-    for shape, count in summary.shapes.items():
-        click.echo(f"  {count:9d}  {shape}")
+    _print_counts(summary.shapes)
+    if 1 < len(summary.buckets) < len(summary.shapes):
+        click.echo("buckets: sizes of targets")
+        _print_counts(summary.buckets)
+    if len(summary.sources) > 1:
+        click.echo("sources")
+        _print_counts(summary.sources)
     for note, count in summary.notes.items():
         click.echo(f"note: {count} × {note}")
+    if summary.skipped:
+        click.echo("skipped, by reason")
+        _print_counts(summary.skipped)
     for shard, row, name, reason in summary.skipped_rows:
         click.echo(f"skipped row {row} ({name}) in {shard}: {reason}")
     for fault in summary.faults:
         click.echo(f"fault: {fault}", err=True)
     if verified and not summary.faults:
         click.echo("verified: every shard is what its index says")
+
+
+def _print_counts(counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        click.echo(f"  {count:9d}  {name}")
+
+
+def _print_explanation(found: Explanation) -> None:
+    for one in found.verdicts:
+        version = f", version {one.variant}" if one.variant else ""
+        causes = ": " + "; ".join(map(str, one.causes)) if one.causes else ""
+        click.echo(f"row {one.row} ({one.name}{version}): {one.state}{causes}")
+    click.echo(
+        f"under recipe {found.recipe}: " + ", ".join(f"{count} {state}" for state, count in found.states.items())
+    )
+    for cause, count in found.causes.items():
+        click.echo(f"  {count:9d}  {cause}")
+    for fault in found.faults:
+        click.echo(f"fault: {fault}", err=True)
+
+
+def _print_plan(plan: EpochPlan) -> None:
+    left = f"{plan.fillers} places filled up with weight 0" if plan.tail == "pad" else f"{plan.dropped} samples dropped"
+    click.echo(f"tail {plan.tail}: {plan.steps} steps over {plan.samples} samples, {left}")
+    click.echo(f"  padding   {plan.padding:.1%} of {plan.tokens} prompt tokens")
+    click.echo(
+        f"  per step  {human_bytes(plan.bytes_per_step)} of records, at most {human_bytes(plan.largest_step_bytes)}"
+    )
 
 
 if __name__ == "__main__":

@@ -11,20 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-import torch
 from accelerate import Accelerator
 
 from qie.cli.common import Progress
 from qie.config import Config, required
 from qie.data import open_stream
 from qie.data.follow import FollowingStream, GrowingSamples
-from qie.data.memory import Keep
-from qie.data.sources import SourceSpec
 from qie.data.stream import Stream
-from qie.errors import RecipeMismatchError, UsageError
-from qie.paths import local_path
-from qie.recipe import Recipe
-from qie.shards.cache import ShardCache
+from qie.errors import UsageError
+from qie.opening import memory, open_encoder, open_rows, reading, require_family, stream_settings, versions
 from qie.stores import open_folder
 
 SOURCE = "SHARDS, cache.cache_dir, or a source of rows"
@@ -48,12 +43,12 @@ def training_stream(
             where="train.epochs",
             hint="give train.max_steps instead",
         )
-    settings = _settings(config, accelerator)
+    settings = stream_settings(config, accelerator)
     if follow:
         yield _followed(config, family, places, settings, quiet)
     elif places:
-        stream = open_stream(places, **settings, **_reading(config), keep=_keep(config, accelerator.device))
-        _require_family(stream.samples.recipe, family, places)
+        stream = open_stream(places, **settings, **reading(config), keep=memory(config, accelerator.device))
+        require_family(stream.samples.recipe, family, places)
         yield stream
     elif config.cache.write_through:
         with _written_through(config, settings, quiet) as stream:
@@ -62,63 +57,27 @@ def training_stream(
         yield _live(config, settings, accelerator, quiet)
 
 
-def _settings(config: Config, accelerator: Accelerator) -> dict[str, Any]:
-    data = config.data
-    sources = data.source if isinstance(data.source, list) else []
-    return {
-        "batch_size": data.batch_size,
-        "seed": config.train.seed,
-        "tail": data.tail,
-        "order": data.order,
-        "block_size": data.block_size,
-        "similar_lengths": data.similar_lengths,
-        "weights": {SourceSpec(part.source, part.name).title: part.weight for part in sources},
-        "validation_rows": config.validation.rows,
-        "rank": accelerator.process_index,
-        "world_size": accelerator.num_processes,
-        "prefetch": data.prefetch,
-        "threads": data.reader_threads,
-    }
-
-
-def _reading(config: Config) -> dict[str, Any]:
-    cache = config.cache
-    kept_in = None if cache.local_dir is None else ShardCache(local_path(cache.local_dir), cache.local_bytes)
-    return {"verify": cache.verify, "cache": kept_in}
-
-
-def _keep(config: Config, gpu: torch.device) -> Keep | None:
-    keep = config.cache.keep
-    devices = {"none": None, "cpu": torch.device("cpu"), "gpu": gpu}
-    if keep.latents == keep.embeds == "none":
-        return None
-    return Keep(devices[keep.latents], devices[keep.embeds], keep.budget_bytes)
-
-
 def _followed(
     config: Config, family: str, places: tuple[str, ...], settings: dict[str, Any], quiet: bool
 ) -> FollowingStream:
-    from qie.cli.assemble import open_rows
-
     if len(places) != 1:
         raise UsageError("--follow needs one folder of shards", expected="that of qie-precompute", found=list(places))
     rows = len(open_rows(config, "the source that qie-precompute encodes, to know how many rows there will be"))
     samples = GrowingSamples(
         open_folder(places[0]),
         rows,
-        **_reading(config),
+        **reading(config),
         timeout_s=config.cache.follow_timeout_s,
         say=lambda line: None if quiet else click.echo(line, err=True),
     )
     stream = FollowingStream(samples, **settings)
-    _require_family(samples.recipe, family, places)
+    require_family(samples.recipe, family, places)
     return stream
 
 
 @contextmanager
 def _written_through(config: Config, settings: dict[str, Any], quiet: bool) -> Iterator[FollowingStream]:
     """Rows are encoded and written in the background; the first epoch trains on them as they come."""
-    from qie.cli.assemble import open_encoder, open_rows, versions
     from qie.precompute import Report, Settings, precompute
 
     if settings["world_size"] > 1:
@@ -150,7 +109,7 @@ def _written_through(config: Config, settings: dict[str, Any], quiet: bool) -> I
     samples = GrowingSamples(
         folder,
         len(source),
-        **_reading(config),
+        **reading(config),
         timeout_s=config.cache.follow_timeout_s,
         poll_s=0.2,
         alive=alive,
@@ -161,10 +120,8 @@ def _written_through(config: Config, settings: dict[str, Any], quiet: bool) -> I
 
 
 def _live(config: Config, settings: dict[str, Any], accelerator: Accelerator, quiet: bool) -> Stream:
-    from qie.cli.assemble import open_encoder, open_rows, versions
-
     source = open_rows(config, SOURCE)
-    keep = _keep(config, accelerator.device)
+    keep = memory(config, accelerator.device)
     with Progress("looking at", len(source), "rows", quiet=quiet) as progress:
         stream = open_stream(
             source, encoder=open_encoder(config), versions=versions(config), keep=keep, progress=progress.at, **settings
@@ -172,14 +129,3 @@ def _live(config: Config, settings: dict[str, Any], accelerator: Accelerator, qu
     for row in stream.samples.skipped:
         click.echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
     return stream
-
-
-def _require_family(found: Recipe, family: str, places: tuple[str, ...]) -> None:
-    if found.family != family:
-        raise RecipeMismatchError(
-            "the shards are of another model family",
-            where=", ".join(places),
-            expected=family,
-            found=f"{found.family} (recipe {found.digest})",
-            hint="train the model that they were made for, or precompute again for this one",
-        )

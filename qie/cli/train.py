@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +14,6 @@ from qie.cli.common import Progress, config_option, explained, quiet_libraries, 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from accelerate import Accelerator
-
-    from qie.config import Config
     from qie.training.journal import Listener
 
 
@@ -47,6 +43,7 @@ def main(
     from qie.cli.samples import open_samples
     from qie.cli.streams import training_stream
     from qie.config import load_config
+    from qie.opening import open_accelerator
     from qie.paths import local_path
     from qie.pretrained import open_checkpoint
     from qie.training.loop import train
@@ -56,7 +53,7 @@ def main(
         config.model.pretrained_model_name_or_path, config.model.family, components=("transformer", "scheduler")
     )
     quiet_libraries()
-    accelerator = _accelerator(config)
+    accelerator = open_accelerator(config)
     main_process, sharded = accelerator.is_main_process, accelerator.distributed_type == "FSDP"
     quiet = quiet or not main_process
     with (
@@ -99,31 +96,6 @@ def _listener(progress: Progress, output_dir: Path) -> Listener:
         validation=lambda step, found: progress.say(f"step {step}: validation loss {found.loss:.4f}"),
         images=lambda step, images: save_samples(images, output_dir, step),
         say=progress.say,
-    )
-
-
-def _accelerator(config: Config) -> Accelerator:
-    """Device, precision, processes and trackers; accelerate launch tells of them by its environment variables."""
-    import torch
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from qie.training.tracking import require_trackers
-
-    require_trackers(config.logging.report_to)
-    sharding = None
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and config.train.mixed_precision == "bf16":
-        # accelerate's own policy would add up gradients in bfloat16; DDP adds those of a LoRA in float32.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        sharding = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
-    return Accelerator(
-        # The last block's text stream feeds nothing: adapters on it never get a gradient, for which DDP would wait.
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-        mixed_precision=config.train.mixed_precision,
-        fsdp_plugin=sharding,
-        log_with=config.logging.report_to or None,
-        project_dir=config.train.output_dir,
     )
 
 

@@ -24,7 +24,7 @@ from qie.precompute.ranges import Range
 from qie.precompute.report import Progress, Report
 from qie.precompute.reuse import Records
 from qie.precompute.work import Group, Kept, OpenShard, Settings, count
-from qie.shards.index import Entry, ShardIndex, Skipped, shard_stem
+from qie.shards.index import Entry, ShardIndex, Skipped, row_inputs, shard_stem
 from qie.shards.reader import Shard
 from qie.shards.record import encode
 from qie.shards.writer import ShardBusyError, ShardWriter
@@ -231,7 +231,7 @@ def _of_groups(work: Callable[[Group], None], item: Group | Kept) -> Group | Kep
 
 def _renamed(entry: Entry, row: Row) -> Entry:
     """The entry of another row with the same content."""
-    return replace(entry, row=row.index, name=row.name, source=row.source, variant=row.variant)
+    return replace(entry, row=row.index, name=row.name, source=row.source, variant=row.variant, inputs=row_inputs(row))
 
 
 def _located(error: RowError, number: int, name: str) -> RowError:

@@ -17,6 +17,8 @@ LAYERS = [
     ["data", "encode"],
     ["precompute", "training"],
     ["predict", "stats"],
+    ["opening"],
+    ["legacy"],
     ["cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Callable
@@ -20,10 +21,11 @@ from qie.shards.index import (
     member_name,
     parse_stem,
     read_index,
+    row_inputs,
     shard_stem,
 )
 from qie.stores import File, LocalFolder
-from qie.types import Row, Shape
+from qie.types import Augment, Row, Shape
 from tests.builders import RECIPE, make_entry, make_recipe, make_sample, make_skipped, mutated_json
 
 Values = dict[str, Any]
@@ -104,6 +106,33 @@ def test_an_index_from_before_sources_and_versions_is_read(tmp_path: Path) -> No
     assert read_index(write(tmp_path, json.dumps(values))) == make_index()
 
 
+def test_an_entry_names_each_input_of_its_row_by_the_hash_in_its_key() -> None:
+    row = Row(0, "", b"target", (b"first", b"second"), "e\u0301", mask=b"mask", augment=Augment(flip=True))
+
+    short = {
+        name: hashlib.sha256(content).hexdigest()[:16]
+        for name, content in (
+            ("target", b"target"),
+            ("control 1", b"first"),
+            ("control 2", b"second"),
+            ("mask", b"mask"),
+            ("prompt", "é".encode()),
+        )
+    }
+    assert row_inputs(row) == short | {"augment": str(row.augment)}
+    assert Entry.of(make_sample(), replace(row, mask=None, augment=None)).inputs.keys() == short.keys() - {"mask"}
+
+
+def test_an_index_from_before_inputs_is_read(tmp_path: Path) -> None:
+    values = json.loads(make_index().to_json())
+    for one in values["samples"]:
+        del one["inputs"]
+
+    entries = read_index(write(tmp_path, json.dumps(values))).samples
+
+    assert entries == tuple(replace(entry, inputs={}) for entry in make_index().samples)
+
+
 def test_an_index_of_no_rows_survives_its_file(tmp_path: Path) -> None:
     index = ShardIndex(8, 8, 10240, "3" * 64, RECIPE, {}, (), ())
 
@@ -132,7 +161,7 @@ def test_an_index_has_the_fields_of_the_format() -> None:
     assert values["samples"][1]["shape"] == {"target": [4, 6], "controls": [[2, 3], [4, 6]]}
     assert set(values["samples"][0]) == {
         *("row", "name", "source", "variant", "key", "shape", "tokens", "empty_tokens"),
-        *("tensor_bytes", "clipped", "notes"),
+        *("tensor_bytes", "clipped", "notes", "inputs"),
     }
     reason = "the target is no image"
     assert values["skipped"] == [
@@ -196,7 +225,7 @@ def test_a_missing_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(set(Entry.__dataclass_fields__) - {"source", "variant"}))
+@pytest.mark.parametrize("name", sorted(set(Entry.__dataclass_fields__) - {"source", "variant", "inputs"}))
 def test_a_missing_field_of_a_sample_is_refused_by_name(tmp_path: Path, name: str) -> None:
     found = changed(tmp_path, lambda values: values["samples"][0].pop(name)).found
     assert found == f"samples.0.{name}: Field required"

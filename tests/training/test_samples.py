@@ -15,10 +15,10 @@ from PIL import Image
 from transformers import Qwen2_5_VLModel
 
 from qie.cli import predict
-from qie.cli.assemble import open_painter
 from qie.cli.samples import open_samples, save_samples
 from qie.config import AdapterConfig, Config, LoraConfig, load_config
 from qie.errors import UsageError
+from qie.opening import open_painter
 from qie.pretrained import Checkpoint, open_checkpoint
 from qie.training.lora import add_frozen_adapters, add_lora, save_adapter
 from qie.training.model import load_transformer
@@ -282,7 +282,7 @@ def test_without_samples_nothing_is_opened(config, monkeypatch: pytest.MonkeyPat
 def test_a_sample_that_cannot_be_painted_is_named_before_anything_is_loaded(
     config, controls, monkeypatch: pytest.MonkeyPatch, wrong: dict, where: str, what: str
 ) -> None:
-    monkeypatch.setattr("qie.cli.assemble.painting_encoder", None)
+    monkeypatch.setattr("qie.opening.painting_encoder", None)
     good = config.validation.samples[0]
     if wrong.get("images") == "twice":
         wrong = {"images": [str(path) for path in controls]}

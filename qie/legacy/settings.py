@@ -1,0 +1,136 @@
+"""Quaterion's `CacheConfig`: what of frozen encoders is cached, and where."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from qie.config import Config
+from qie.errors import ConfigError, UsageError
+from qie.recipe import json_hash
+
+ENCODERS = {"vae": "latents", "text_encoder": "embeds"}
+"""The frozen encoders, and the field of the configuration's `cache.keep` that holds what they give."""
+
+KeyExtractor = Callable[[Any], Hashable]
+
+
+class CacheType(StrEnum):
+    """Where what an encoder gave stays in memory. Now: `cache.keep.latents` (VAE) and `cache.keep.embeds` (text)."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Quaterion's settings of a cache. Now: sections `cache` and `data` of the configuration.
+
+    Attributes:
+        cache_type: for encoders that are not in `mapping`. Now: `cache.keep`.
+        mapping: encoder ("vae", "text_encoder") -> type.
+        key_extractors: from what is encoded to what it is known by; one, or one for each encoder. Now: nothing. Samples
+            of shards are known by the content of their row, which never goes stale; see `key` for what else there is.
+        batch_size: rows encoded together. Now: `cache.encode_batch_size`, 1 if not given: the last bits depend on it.
+        num_workers: Now: `data.reader_threads`.
+        save_dir: Now: `cache.cache_dir`.
+    """
+
+    cache_type: CacheType | None = CacheType.AUTO
+    mapping: Mapping[str, CacheType] = field(default_factory=dict)
+    key_extractors: KeyExtractor | Mapping[str, KeyExtractor] = field(default_factory=dict)
+    batch_size: int | None = None
+    num_workers: int | None = None
+    save_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        extractors = [] if callable(self.key_extractors) else self.key_extractors
+        for name in (*self.mapping, *extractors):
+            if name not in ENCODERS:
+                nearest = difflib.get_close_matches(name, ENCODERS, n=1) or list(ENCODERS)
+                raise ConfigError("no such encoder", where="CacheConfig", expected=" or ".join(nearest), found=name)
+        if self.cache_type is None and not self.mapping:
+            raise ConfigError("a cache needs cache_type or mapping", where="CacheConfig")
+
+    def types(self) -> dict[str, CacheType]:
+        """Of each encoder, where what it gave stays: CPU, GPU or NONE.
+
+        Raises:
+            ConfigError: GPU, and there is none.
+        """
+        gpu = torch.cuda.is_available()
+        found: dict[str, CacheType] = {}
+        for name in ENCODERS:
+            wanted = CacheType(self.mapping.get(name, self.cache_type or CacheType.NONE))
+            if wanted == CacheType.GPU and not gpu:
+                raise ConfigError("there is no GPU to cache on", where=f"CacheConfig, {name}", expected="cpu or auto")
+            found[name] = (CacheType.GPU if gpu else CacheType.CPU) if wanted == CacheType.AUTO else wanted
+        return found
+
+    def applied(self, config: Config, encoders: Mapping[str, object] | None = None) -> Config:
+        """The configuration with this cache.
+
+        Args:
+            encoders: by their names, to be checked.
+
+        Raises:
+            ConfigError: a value is refused, or an encoder that is to be cached can be trained.
+        """
+        types = self.types()
+        cached = {name: kind for name, kind in types.items() if kind != CacheType.NONE}
+        require_frozen({name: encoder for name, encoder in (encoders or {}).items() if name in cached})
+        keep = config.cache.keep.model_copy(update={ENCODERS[name]: str(kind) for name, kind in types.items()})
+        cache: dict[str, Any] = {"use_cache": bool(cached), "keep": keep.model_dump()}
+        if self.save_dir is not None:
+            cache["cache_dir"] = self.save_dir
+        if self.batch_size is not None:
+            cache["encode_batch_size"] = self.batch_size
+        data = {} if self.num_workers is None else {"reader_threads": max(1, self.num_workers)}
+        tree = config.model_dump(exclude_unset=True)
+        for name, changes in (("cache", cache), ("data", data)):
+            tree[name] = tree.get(name, {}) | changes
+        try:
+            return Config.model_validate(tree)
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = ".".join(str(step) for step in fault["loc"])
+            raise ConfigError("the cache's settings are refused", where=where, found=fault["msg"]) from error
+
+    def key(self, encoder: str, value: object) -> str:
+        """What `value` is known by in `EmbeddingCacheManager`: 64 hex characters, from its extractor or from itself.
+
+        Raises:
+            UsageError: it is no text, bytes or number, and there is no extractor that makes one of it.
+        """
+        extractors = self.key_extractors
+        extractor = extractors if callable(extractors) else extractors.get(encoder)
+        known_by = value if extractor is None else extractor(value)
+        parts = known_by if isinstance(known_by, tuple) else (known_by,)
+        if not all(isinstance(part, (str, bytes, int, float)) for part in parts):
+            # The hash of any other object is of this process, and would be another one tomorrow.
+            raise UsageError(
+                "what a cache knows a value by has to be text, bytes, a number, or a tuple of them",
+                where=f"CacheConfig.key_extractors, {encoder}",
+                found=type(known_by).__name__,
+            )
+        return json_hash([encoder, *(f"{type(part).__name__} {part!r}" for part in parts)])
+
+
+def require_frozen(encoders: Mapping[str, object]) -> None:
+    """Raise ConfigError when one of `encoders`, by their names, can be trained: what is cached of it would go stale."""
+    for name, encoder in encoders.items():
+        weights = encoder.parameters() if isinstance(encoder, torch.nn.Module) else ()
+        if getattr(encoder, "trainable", False) is True or any(weight.requires_grad for weight in weights):
+            raise ConfigError(
+                "an encoder that can be trained cannot be cached",
+                where=name,
+                hint="freeze it with requires_grad_(False), or cache nothing of it: CacheType.NONE",
+            )

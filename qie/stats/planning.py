@@ -1,0 +1,92 @@
+"""What an epoch over shards would be: steps, padding, what a last batch lacks, and bytes. Reads indexes only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from qie.data.epoch import Tail, plan_epoch
+from qie.errors import UsageError
+from qie.shards.parts import open_parts
+from qie.shards.shard_set import ShardSet
+from qie.shards.table import Table
+from qie.stores import File
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """One epoch of optimizer steps without gradient accumulation.
+
+    Attributes:
+        tail: what becomes of samples that fill no batch, as `data.tail`.
+        samples: in the shards, one version of each row.
+        steps: global batches.
+        fillers: places in them that repeat a sample with weight 0.
+        dropped: samples that this epoch does not see.
+        tokens: of prompts, padding included: in each process's batches all are as long as the longest.
+        padding_tokens: of these, padding.
+        bytes_per_step, largest_step_bytes: of the records that a step reads, in all processes: mean and largest.
+    """
+
+    tail: str
+    samples: int
+    steps: int
+    fillers: int
+    dropped: int
+    tokens: int
+    padding_tokens: int
+    bytes_per_step: float
+    largest_step_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"padding": self.padding}
+
+    @property
+    def padding(self) -> float:
+        """The share of padding among all prompt tokens, 0 to 1."""
+        return self.padding_tokens / self.tokens if self.tokens else 0.0
+
+
+def plan_shards(indexes: Sequence[File], *, batch_size: int, world: int, seed: int = 0) -> list[EpochPlan]:
+    """The first epoch over shards, for either treatment of the tail.
+
+    Args:
+        indexes: their index files, or what a folder's compacted index says of them.
+        batch_size: samples per batch of a process.
+        world: processes.
+        seed: decides the order, and with it a little of the padding.
+
+    Raises:
+        RecipeMismatchError: the shards are of several recipes.
+        ShardError: an index is damaged, or there is no sample at all.
+    """
+    table = ShardSet(open_parts(indexes)).table
+    tails: tuple[Tail, ...] = ("pad", "drop")
+    return [_planned(table, tail, batch_size, world, seed) for tail in tails]
+
+
+def _planned(table: Table, tail: Tail, batch_size: int, world: int, seed: int) -> EpochPlan:
+    size, columns = batch_size * world, table.columns
+    samples = len(np.unique(columns.rows))
+    try:
+        plan = plan_epoch(columns, seed=seed, epoch=0, global_batch_size=size, tail=tail)
+    except UsageError:  # no shape fills a batch, and what is left over is dropped
+        return EpochPlan(tail, samples, 0, 0, samples, 0, 0, 0.0, 0)
+    real = int(plan.filled.sum())
+    lengths = table.tokens[plan.positions].astype(np.int64).reshape(-1, batch_size)
+    padded = int(lengths.max(axis=1).sum()) * batch_size
+    step_bytes = table.sizes[plan.positions].sum(axis=1)
+    return EpochPlan(
+        tail=tail,
+        samples=samples,
+        steps=len(plan),
+        fillers=len(plan) * size - real,
+        dropped=samples - real,
+        tokens=padded,
+        padding_tokens=padded - int(lengths.sum()),
+        bytes_per_step=float(step_bytes.mean()),
+        largest_step_bytes=int(step_bytes.max()),
+    )

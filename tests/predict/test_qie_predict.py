@@ -1,0 +1,343 @@
+"""qie-predict on a tiny model: every way to ask paints what diffusers' pipeline paints, and bad input is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import qie.predict
+from qie.cli import assemble, predict
+from qie.cli.samples import open_samples
+from qie.config import AdapterConfig, load_config
+from qie.encode.scene import Scene
+from qie.errors import QieError, RowError
+from qie.predict import Painter
+from qie.pretrained import open_checkpoint
+from qie.training.lora import add_frozen_adapters, save_adapter
+from qie.training.lora_file import ADAPTER_FILE
+from qie.training.weights import save_transformer
+from tests.conftest import AREA_PX
+from tests.training.adapters import randomise, trained_adapter, transformer_of
+
+QUICK = ("--steps", 2, "--cfg", 1)
+PROMPT = "make it night"
+
+
+@pytest.fixture(scope="module")
+def images(photos: Path) -> list[Path]:
+    return sorted((photos / "control_images").glob("*.png"))[:2]
+
+
+@pytest.fixture(scope="module")
+def loras(tiny_edit: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two checkpoints of qie, and one of them in a file as others write it, its alpha beside the weights."""
+    folder = tmp_path_factory.mktemp("loras")
+    for seed, name in enumerate(("first", "second")):
+        trained = trained_adapter(tiny_edit, seed, r=4, lora_alpha=10.0, lora_dropout=0.5 * seed)
+        save_adapter(trained, folder / name)
+    state = load_file(folder / "first" / ADAPTER_FILE)
+    names = {name: name.removeprefix("transformer.") for name in state}
+    kohya = {n.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): state[name] for name, n in names.items()}
+    alphas = {n.replace("lora_down.weight", "alpha"): torch.tensor(10.0) for n in kohya if "lora_down" in n}
+    others = {f"diffusion_model.{name}": tensor.contiguous() for name, tensor in (kohya | alphas).items()}
+    save_file(others, folder / "comfyui.safetensors")
+    return {"first": folder / "first", "second": folder / "second", "comfyui": folder / "comfyui.safetensors"}
+
+
+@pytest.fixture
+def paint(tiny_edit: Path, images: list[Path], tmp_path: Path):
+    """Run qie-predict in a folder with a configuration; with `code`, see that it ends so."""
+    write_config(tmp_path / "config.yaml", tiny_edit)
+
+    def run(*arguments: object, code: int = 0, single: bool = True, output: str = "out.png"):
+        asked = ("--image", images[0], "--prompt", PROMPT, "--output", tmp_path / output) if single else ()
+        words = ["--config", tmp_path / "config.yaml", *asked, *QUICK, *arguments]
+        result = CliRunner().invoke(predict.main, [str(word) for word in words])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+def write_config(path: Path, checkpoint: Path, **sections: dict) -> None:
+    content = {
+        "model": {"pretrained_model_name_or_path": str(checkpoint)},
+        "data": {"area_px": AREA_PX},
+        "train": {"mixed_precision": "no"},
+        "predict": {"devices": {"vae": "cpu", "text_encoder": "cpu", "transformer": "cpu"}},
+    }
+    path.write_text(yaml.safe_dump(content | sections))
+
+
+def pixels(path: Path) -> bytes:
+    return Image.open(path).tobytes()
+
+
+def write_batch(folder: Path, *lines: dict) -> Path:
+    (folder / "batch.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return folder / "batch.jsonl"
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # diffusers' own, of two adapters
+@pytest.mark.parametrize("family", ["edit", "edit_plus"])
+def test_guidance_a_size_and_scaled_loras_paint_what_diffusers_paints_with_them(
+    family: str, loras, images, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch
+) -> None:
+    """Bit for bit, by the command; diffusers loads the adapters itself. Only its area is made smaller, to be quick."""
+    folder = request.getfixturevalue(f"tiny_{family}")
+    controls = images[: 1 if family == "edit" else 2]
+    write_config(tmp_path / "config.yaml", folder)
+    scenes = []
+    embed = qie.predict.embed_scene
+    monkeypatch.setattr(qie.predict, "embed_scene", lambda *given: scenes.append(embed(*given)) or scenes[-1])
+    words = ["--config", tmp_path / "config.yaml", "--prompt", PROMPT, "--negative-prompt", "dull", "--output"]
+    words += [tmp_path / "out.png", "--size", "96x144", "--cfg", 3, "--steps", 2, "--seed", 7]
+    words += [word for control in controls for word in ("--image", control)]
+    words += ["--lora", f"{loras['first']}:0.6", "--lora", f"{loras['second']}:-0.4"]
+    result = CliRunner().invoke(predict.main, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+    parts = dict.fromkeys(("text_encoder", "tokenizer", "processor"))
+    kind = open_checkpoint(str(folder)).family.pipeline
+    pipe = getattr(diffusers, kind)(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+        vae=diffusers.AutoencoderKLQwenImage.from_pretrained(folder / "vae"),
+        transformer=transformer_of(folder),
+        **parts,
+    )
+    for name in ("first", "second"):
+        pipe.load_lora_weights(loras[name], weight_name=ADAPTER_FILE, adapter_name=name)
+    pipe.set_adapters(["first", "second"], [0.6, -0.4])
+    pipe.transformer.eval()
+    module = sys.modules[type(pipe).__module__]
+    original = module.calculate_dimensions
+    monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: original(AREA_PX, ratio))
+    (scene,) = scenes
+    opened = [Image.open(control).convert("RGB") for control in controls]
+    embeds = {"prompt_embeds": scene.prompt[None], "negative_prompt_embeds": scene.negative[None]}
+    masks = {f"{name}_mask": torch.ones(embed.shape[:2], dtype=torch.long) for name, embed in embeds.items()}
+    expected = pipe(
+        image=opened if family == "edit_plus" else opened[0],
+        **embeds,
+        **masks,
+        true_cfg_scale=3.0,
+        num_inference_steps=2,
+        width=96,
+        height=144,
+        generator=torch.Generator().manual_seed(7),
+    ).images[0]
+    painted = Image.open(tmp_path / "out.png")
+    assert painted.size == (96, 144)
+    assert painted.tobytes() == expected.tobytes()
+
+
+def test_each_of_several_images_is_the_one_of_its_seed(paint, tmp_path: Path) -> None:
+    result = paint("--num-images", 3, "--seed", 5)
+    names = ["out-0.png", "out-1.png", "out-2.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == names
+    assert [line.partition(": ")[0] for line in result.stdout.splitlines()] == [str(tmp_path / name) for name in names]
+    assert len({pixels(tmp_path / name) for name in names}) == 3
+    paint("--seed", 6)
+    assert pixels(tmp_path / "out.png") == pixels(tmp_path / "out-1.png")
+
+
+def test_a_png_tells_how_it_was_painted(paint, loras, images, tiny_edit: Path, tmp_path: Path) -> None:
+    paint("--lora", f"{loras['first']}:0.5", "--size", "64x48", "--num-images", 2, "--set", "model.quantize=int8")
+    settings = json.loads(Image.open(tmp_path / "out-1.png").text["qie"])
+    assert settings == {
+        "prompt": PROMPT,
+        "negative_prompt": " ",
+        "images": [str(images[0])],
+        "seed": 1,
+        "size": [64, 48],
+        "steps": 2,
+        "cfg": 1.0,
+        "model": str(tiny_edit),
+        "quantize": "int8",
+        "loras": [{"path": str(loras["first"]), "scale": 0.5}],
+    }
+
+
+def test_the_file_of_another_program_paints_as_the_checkpoint_that_it_was_made_from(paint, loras, tmp_path) -> None:
+    paint()
+    paint("--lora", loras["first"], output="qie.png")
+    paint("--lora", loras["comfyui"], output="comfyui.png")
+    plain, ours, theirs = (Image.open(tmp_path / f"{name}.png") for name in ("out", "qie", "comfyui"))
+    difference = [abs(a - b) for a, b in zip(ours.tobytes(), theirs.tobytes(), strict=True)]
+    assert max(difference) <= 1, "alpha is folded into the weights, which rounds otherwise"
+    assert plain.tobytes() != ours.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "nf4"])
+def test_a_quantised_base_paints_as_it_did_while_the_adapter_was_trained(
+    paint, tiny_edit: Path, loras, images, tmp_path: Path, kind: str
+) -> None:
+    sample = {"images": [str(images[0])], "prompt": PROMPT, "seed": 4}
+    validation = {"samples": [sample], "sample_steps": 2, "sample_cfg": 1.0}
+    model = {"pretrained_model_name_or_path": str(tiny_edit), "quantize": kind}
+    write_config(tmp_path / "config.yaml", tiny_edit, model=model, validation=validation)
+    transformer = transformer_of(tiny_edit, quantize=kind)
+    add_frozen_adapters(transformer, [AdapterConfig(path=str(loras["first"]))])
+    (expected,) = open_samples(load_config(str(tmp_path / "config.yaml"), ()), torch.device("cpu"))(transformer)
+    paint("--seed", 4, "--lora", loras["first"])
+    paint("--seed", 4, "--lora", loras["first"], "--set", "model.quantize=null", output="released.png")
+    assert pixels(tmp_path / "out.png") == expected.tobytes() != pixels(tmp_path / "released.png")
+
+
+def test_all_weights_of_a_run_take_the_place_of_the_base(paint, tiny_edit: Path, loras, tmp_path: Path) -> None:
+    transformer = transformer_of(tiny_edit)
+    for parameter in transformer.transformer_blocks[0].attn.parameters():
+        parameter.requires_grad_(True)
+    randomise(transformer, spread=0.1)
+    save_transformer(transformer, tmp_path / "checkpoint" / "transformer", transformer.state_dict())
+    paint()
+    paint("--transformer", tmp_path / "checkpoint", output="tuned.png")
+    paint("--transformer", tmp_path / "checkpoint" / "transformer", output="inside.png")
+    paint("--transformer", tmp_path / "checkpoint", "--lora", loras["first"], output="both.png")
+    plain, tuned, inside, both = (pixels(tmp_path / f"{name}.png") for name in ("out", "tuned", "inside", "both"))
+    assert tuned == inside and len({plain, tuned, both}) == 3
+    assert json.loads(Image.open(tmp_path / "tuned.png").text["qie"])["transformer"] == str(tmp_path / "checkpoint")
+
+
+def test_a_transformer_that_is_none_or_another_models_is_refused(paint, tiny_edit: Path, loras, tmp_path: Path) -> None:
+    assert "give it as --lora" in paint("--transformer", loras["first"], code=2).stderr
+    assert "no transformer in this folder" in paint("--transformer", tmp_path, code=2).stderr
+    config = json.loads((tiny_edit / "transformer" / "config.json").read_text())
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config | {"joint_attention_dim": 3584}))
+    message = paint("--transformer", tmp_path, code=2).stderr
+    assert "another model's" in message and "found:    3584" in message
+
+
+def test_a_batch_paints_what_its_lines_paint_alone_and_loads_each_model_once(
+    paint, images, tmp_path: Path, monkeypatch
+) -> None:
+    lines = [
+        {"image": str(images[0]), "prompt": PROMPT, "output": "one.png"},
+        {"images": [str(images[1])], "prompt": "turn it to stone", "seed": 4, "output": "two.png"},
+    ]
+    events = []
+    for name in ("load_transformer", "free", "embed_scene"):
+        original = getattr(qie.predict, name)
+        wrapped = lambda *given, name=name, original=original: events.append(name) or original(*given)  # noqa: E731
+        monkeypatch.setattr(qie.predict, name, wrapped)
+    result = paint("--batch", write_batch(tmp_path, *lines), "--seed", 2, single=False)
+    assert events == ["embed_scene", "embed_scene", "free", "load_transformer"]
+    assert [line.split(": ")[0] for line in result.stdout.splitlines()] == [
+        str(tmp_path / "one.png"),
+        str(tmp_path / "two.png"),
+    ]
+    paint("--seed", 2)
+    assert pixels(tmp_path / "one.png") == pixels(tmp_path / "out.png")
+    stone = ("--image", images[1], "--prompt", "turn it to stone", "--seed", 4, "--output", tmp_path / "alone.png")
+    paint(*stone, single=False)
+    assert pixels(tmp_path / "two.png") == pixels(tmp_path / "alone.png")
+
+
+def test_what_is_painted_stays_when_a_later_line_fails(paint, images, tmp_path: Path, monkeypatch) -> None:
+    lines = [{"image": str(images[0]), "prompt": PROMPT, "output": f"{name}.png"} for name in "abc"]
+    save = assemble.save_image
+
+    def fail(image, path, settings):
+        if path.name == "b.png":
+            raise QieError("the disk is full")
+        save(image, path, settings)
+
+    monkeypatch.setattr(assemble, "save_image", fail)
+    batch = write_batch(tmp_path, *lines)
+    result = paint("--batch", batch, single=False, code=1)
+    assert f"{batch}, line 2" in result.stderr and "the disk is full" in result.stderr
+    assert [path.name for path in tmp_path.glob("*.png")] == ["a.png"]
+
+
+def test_a_line_that_cannot_be_embedded_is_named_before_the_transformer_is_loaded(
+    paint, images, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(qie.predict, "load_transformer", None)
+    lines = [{"image": str(images[0]), "prompt": PROMPT, "output": "a.png"}]
+    lines += [lines[0] | {"prompt": "word and " * 1000, "output": "b.png"}]
+    batch = write_batch(tmp_path, *lines)
+    message = paint("--batch", batch, single=False, code=1).stderr
+    assert f"{batch}, line 2" in message and "the prompt is too long" in message
+    lines[1] = {"images": [str(path) for path in images], "prompt": PROMPT, "output": "b.png"}
+    message = paint("--batch", write_batch(tmp_path, *lines), single=False, code=2).stderr
+    assert f"{batch}, line 2" in message and "more images than the model takes" in message
+
+
+def test_an_interrupted_run_leaves_no_half_file_and_the_former_one(paint, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "out.png").write_bytes(b"former")
+
+    def interrupt(image, path, **_):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Image.Image, "save", interrupt)
+    paint(code=130)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "out.png"]
+    assert (tmp_path / "out.png").read_bytes() == b"former"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda name, t: (name.replace("blocks.0", "blocks.59"), t), ["the model has no layer transformer_blocks.59."]),
+        (lambda name, t: (name, t.repeat(1, 2) if "lora_A" in name else t), ["lora_A.weight is [4, 64]", "has 32"]),
+        (lambda name, t: (name, t[:8].clone() if "lora_B" in name else t), ["lora_B.weight is [8, 4]", "has 32"]),
+    ],
+)
+def test_a_lora_of_another_model_is_refused_by_layer_and_shape_before_weights_are_read(
+    paint, loras, tmp_path: Path, monkeypatch, change, words
+) -> None:
+    monkeypatch.setattr(qie.predict, "load_transformer", None)
+    monkeypatch.setattr(qie.predict, "embed_scene", None)
+    changed = dict(change(*entry) for entry in load_file(loras["first"] / ADAPTER_FILE).items())
+    save_file(changed, tmp_path / "other.safetensors")
+    message = paint("--lora", tmp_path / "other.safetensors", code=2).stderr
+    assert all(word in message for word in ["does not fit this model", str(tmp_path / "other.safetensors"), *words])
+
+
+@pytest.mark.parametrize("tensors", [{}, {"img_in": torch.ones(4, 4)}, {"x.weight": torch.ones(4)}])
+def test_a_file_that_is_no_lora_is_refused(paint, tmp_path: Path, tensors) -> None:
+    save_file(tensors, tmp_path / "other.safetensors")
+    assert str(tmp_path / "other.safetensors") in paint("--lora", tmp_path / "other.safetensors", code=2).stderr
+
+
+def test_the_same_lora_twice_is_refused_however_it_is_named(paint, loras, tmp_path: Path) -> None:
+    first = loras["first"]
+    for again in (f"{first}:0.5", first / ADAPTER_FILE, first / ".." / "first"):
+        assert "the same LoRA twice" in paint("--lora", first, "--lora", again, code=2).stderr
+    adapters = f"model.adapters=[{{path: {first}}}]"
+    assert "the same LoRA twice" in paint("--lora", first, "--set", adapters, code=2).stderr
+
+
+def test_options_that_contradict_or_lack_each_other_are_refused(paint, tmp_path: Path) -> None:
+    batch = write_batch(tmp_path, {"image": "a.png", "prompt": "x", "output": "b.png"})
+    assert "--image, --prompt, --output" in paint("--batch", batch, code=2).stderr
+    assert "--image, --output" in paint("--prompt", "x", single=False, code=2).stderr
+    assert "multiples of 16" in paint("--size", "100x100", code=2).stderr
+
+
+def test_a_prompt_that_fits_but_for_the_size_is_refused(monkeypatch) -> None:
+    """The transformer's text positions begin behind half the larger side: 4096 − 8192 / 32 are left."""
+    cpu = torch.device("cpu")
+    painter = Painter(None, None, vae_device=cpu, transformer_device=cpu, dtype=torch.float32)
+    for length, negative in ((3841, None), (5, 3841), (3840, 3840)):
+        texts = [None if count is None else torch.zeros(count, 8) for count in (length, negative)]
+        monkeypatch.setattr(qie.predict, "embed_scene", lambda *_, texts=texts: Scene((), AREA_PX, *texts))
+        painter.embed([], PROMPT, None)
+        if 3841 not in (length, negative):
+            assert painter.embed([], PROMPT, None, (8192, 16)).prompt is texts[0]
+            continue
+        with pytest.raises(RowError, match="the prompt is too long"):
+            painter.embed([], PROMPT, None, (16, 8192))

@@ -1,0 +1,98 @@
+"""What qie-stats --plan says of an epoch is what the plan of that epoch is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from qie.cli import stats
+from qie.data.epoch import plan_epoch
+from qie.errors import RecipeMismatchError
+from qie.shards.shard_set import ShardSet
+from qie.shards.storage import find_indexes
+from qie.stats import EpochPlan, plan_shards
+from tests.builders import make_recipe, make_sample, write_shard
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Seven samples of one shape and three of another, of all lengths from 9 to 18."""
+    folder = tmp_path / "shards"
+    write_shard(folder, [make_sample(n, tokens=9 + n) for n in range(7)])
+    write_shard(folder, [make_sample(n, target=(6, 8), tokens=9 + n) for n in range(7, 10)], start=7)
+    return folder
+
+
+def plans(shards: Path, batch_size: int, world: int) -> list[EpochPlan]:
+    return plan_shards(find_indexes([shards]), batch_size=batch_size, world=world)
+
+
+def test_steps_and_what_a_last_batch_lacks_follow_from_the_shapes(shards: Path) -> None:
+    pad, drop = plans(shards, batch_size=2, world=2)
+
+    assert (pad.tail, pad.samples, pad.steps, pad.fillers, pad.dropped) == ("pad", 10, 3, 2, 0)
+    assert (drop.tail, drop.samples, drop.steps, drop.fillers, drop.dropped) == ("drop", 10, 1, 0, 6)
+
+
+@pytest.mark.parametrize(("batch_size", "world"), [(1, 1), (2, 2), (3, 1), (1, 3), (4, 2)])
+def test_padding_is_that_of_each_process_batch(shards: Path, batch_size: int, world: int) -> None:
+    samples = ShardSet.open([shards])
+    lengths = samples.table.tokens.tolist()
+    plan = plan_epoch(samples.columns, seed=0, epoch=0, global_batch_size=batch_size * world)
+    slices = [batch.slice(rank, world).positions for batch in plan for rank in range(world)]
+    tokens = sum(batch_size * max(lengths[at] for at in part) for part in slices)
+    padding = tokens - sum(lengths[at] for part in slices for at in part)
+
+    found, _ = plans(shards, batch_size, world)
+
+    assert (found.tokens, found.padding_tokens) == (tokens, padding)
+    assert found.padding == padding / tokens
+
+
+def test_batches_of_one_pad_nothing(shards: Path) -> None:
+    assert plans(shards, batch_size=1, world=1)[0].padding == 0
+
+
+def test_bytes_of_a_step_are_those_of_its_records(shards: Path) -> None:
+    indexes = [json.loads(path.read_text()) for path in shards.glob("*.json")]
+    sizes = [member["size"] for index in indexes for member in index["files"].values()]
+
+    found, _ = plans(shards, batch_size=1, world=1)
+
+    assert found.bytes_per_step * found.steps == pytest.approx(sum(sizes))
+    assert found.largest_step_bytes == max(sizes)
+
+
+def test_batches_larger_than_any_shape_make_no_steps_where_tails_are_dropped(shards: Path) -> None:
+    pad, drop = plans(shards, batch_size=8, world=1)
+
+    assert (pad.steps, pad.fillers) == (2, 6)
+    assert (drop.steps, drop.dropped, drop.padding) == (0, 10, 0)
+
+
+def test_a_plan_needs_no_tar_but_its_size(shards: Path) -> None:
+    before = plans(shards, batch_size=2, world=1)
+    for tar in shards.glob("*.tar"):
+        tar.write_bytes(bytes(tar.stat().st_size))
+
+    assert plans(shards, batch_size=2, world=1) == before
+
+
+def test_a_mixture_of_recipes_has_no_plan(shards: Path) -> None:
+    write_shard(shards, [make_sample(20)], start=20, recipe=make_recipe(multiple_px=16))
+
+    with pytest.raises(RecipeMismatchError, match="multiple_px"):
+        plans(shards, batch_size=1, world=1)
+
+
+def test_the_command_prints_the_plan_as_lines_and_as_json(shards: Path) -> None:
+    arguments = [str(shards), "--plan", "--batch-size", "2", "--world", "2"]
+    lines = CliRunner().invoke(stats.main, arguments).stdout
+    values = json.loads(CliRunner().invoke(stats.main, [*arguments, "--json"]).stdout)
+
+    assert values == [plan.to_dict() for plan in plans(shards, 2, 2)]
+    assert "tail pad: 3 steps over 10 samples, 2 places filled up with weight 0" in lines
+    assert "tail drop: 1 steps over 10 samples, 6 samples dropped" in lines

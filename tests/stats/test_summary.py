@@ -1,0 +1,199 @@
+"""What qie-stats says of shards: it adds up, needs no tar, and a bad shard spoils nothing but itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from qie.cli import stats
+from qie.errors import QieError
+from qie.shards.storage import find_indexes
+from qie.stats import Summary, summarise
+from qie.stores import LocalFolder, StoreError
+from tests.builders import make_recipe, make_sample, write_shard
+
+
+def summary_of(*places: Path, verify: bool = False) -> Summary:
+    return summarise(find_indexes(places), verify=verify)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Rows 0 to 4 and 8 to 10: two shapes, one row skipped, row 9 of the content of row 1."""
+    folder = tmp_path / "shards"
+    samples = [make_sample(n, tokens=9 + n, clipped=2 * (n == 2)) for n in range(4)]
+    write_shard(folder, [*samples, None])
+    write_shard(folder, [make_sample(8, target=(6, 8), controls=((6, 8), (2, 2))), samples[1]], start=8)
+    return folder
+
+
+def test_a_summary_counts_rows_samples_and_what_was_skipped(shards: Path) -> None:
+    summary = summary_of(shards)
+
+    assert (summary.shards, summary.rows, summary.samples) == (2, 7, 6)
+    assert summary.skipped == {"the target is no image": 1}
+    assert summary.skipped_rows == [(str(shards / "00000000-00000005.tar"), 4, "row 4", "the target is no image")]
+    assert summary.bytes == sum(path.stat().st_size for path in shards.glob("*.tar"))
+    assert summary.bytes_per_sample == summary.bytes / 6
+    assert (summary.clipped, summary.clipped_samples) == (2, 1)
+    assert summary.faults == []
+
+
+def test_equal_content_in_two_shards_is_counted_as_a_duplicate(shards: Path) -> None:
+    assert (summary_of(shards).records, summary_of(shards).duplicates) == (6, 1)
+
+
+def test_rows_that_no_shard_covers_are_named(shards: Path) -> None:
+    summary = summary_of(shards)
+
+    assert summary.ranges == [(0, 5), (8, 10)]
+    assert summary.missing == [(str(shards), 5, 8)]
+
+
+def test_rows_that_another_folder_covers_are_missing_all_the_same(shards: Path, tmp_path: Path) -> None:
+    write_shard(tmp_path / "other", [make_sample(n) for n in range(20, 30)])
+
+    summary = summary_of(shards, tmp_path / "other")
+
+    assert summary.ranges == [(0, 10)]
+    assert summary.missing == [(str(shards), 5, 8)]
+
+
+def test_shapes_and_buckets_count_samples(shards: Path) -> None:
+    summary = summary_of(shards)
+
+    assert summary.shapes == {"48×32 px from 48×32": 5, "64×48 px from 64×48 + 16×16": 1}
+    assert summary.buckets == {"48×32": 5, "64×48": 1}
+
+
+def test_bytes_by_tensor_are_those_of_the_records(shards: Path) -> None:
+    summary = summary_of(shards)
+
+    assert summary.tensor_bytes_total["pixel_latent"] == 32 * (5 * 4 * 6 + 6 * 8)
+    assert summary.tensor_bytes["pixel_latent"] == summary.tensor_bytes_total["pixel_latent"] / 6
+    assert list(summary.tensor_bytes.values()) == sorted(summary.tensor_bytes.values(), reverse=True)
+
+
+def test_percentiles_are_lengths_of_prompts(tmp_path: Path) -> None:
+    write_shard(tmp_path, [make_sample(n, tokens=10 + n) for n in range(21)])
+
+    assert summary_of(tmp_path).tokens == {
+        "min": 10,
+        "p5": 11,
+        "p25": 15,
+        "median": 20,
+        "p75": 25,
+        "p95": 29,
+        "p99": 30,
+        "max": 30,
+    }
+
+
+def test_shards_without_samples_are_summarised(tmp_path: Path) -> None:
+    write_shard(tmp_path, [None, None])
+
+    summary = summary_of(tmp_path)
+
+    assert (summary.rows, summary.samples, summary.tokens, summary.bytes_per_sample) == (2, 0, {}, 0.0)
+
+
+def test_a_summary_needs_no_tar_but_its_size(shards: Path) -> None:
+    before = summary_of(shards)
+    for tar in shards.glob("*.tar"):
+        tar.write_bytes(bytes(tar.stat().st_size))
+
+    assert summary_of(shards) == before
+
+
+def test_where_folders_cannot_be_listed_each_tar_is_asked_for_its_size(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, indexes = summary_of(shards), find_indexes([shards])
+
+    def refuse(folder: LocalFolder) -> dict[str, int]:
+        raise StoreError("a web server lists nothing", where=folder.url)
+
+    monkeypatch.setattr(LocalFolder, "listing", refuse)
+    assert summarise(indexes) == before
+
+
+@pytest.mark.parametrize("damage", ["no json", "foreign", "short tar", "no tar"])
+def test_a_shard_that_cannot_be_read_is_a_fault_and_the_others_are_summarised(shards: Path, damage: str) -> None:
+    index, tar = shards / "00000008-00000010.json", shards / "00000008-00000010.tar"
+    if damage == "no json":
+        index.write_text("{")
+    elif damage == "foreign":
+        index.write_text('{"images": []}')
+    elif damage == "short tar":
+        tar.write_bytes(tar.read_bytes()[:-512])
+    else:
+        tar.unlink()
+
+    summary = summary_of(shards)
+
+    assert (summary.shards, summary.samples) == (1, 4)
+    assert len(summary.faults) == 1 and "00000008-00000010" in summary.faults[0]
+
+
+def test_recipes_that_are_mixed_are_a_fault_that_names_what_differs(shards: Path) -> None:
+    write_shard(shards, [make_sample(30)], start=30, recipe=make_recipe(multiple_px=16))
+
+    summary = summary_of(shards)
+
+    assert sorted(summary.recipes.values()) == [1, 2]
+    assert len(summary.faults) == 1 and "multiple_px: 32 here, 16 there" in summary.faults[0]
+
+
+def test_rehashing_finds_each_flipped_bit_in_its_shard(shards: Path) -> None:
+    for tar in shards.glob("*.tar"):
+        content = bytearray(tar.read_bytes())
+        content[3000] ^= 1
+        tar.write_bytes(content)
+
+    faults = summary_of(shards, verify=True).faults
+
+    assert summary_of(shards).faults == []
+    assert {fault.partition(":")[0] for fault in faults} == set(map(str, shards.glob("*.tar")))
+
+
+def test_progress_counts_shards(shards: Path) -> None:
+    for verify in (False, True):
+        done: list[int] = []
+        summarise(find_indexes([shards]), verify=verify, progress=done.append)
+        assert done == [1, 2]
+
+
+def test_the_table_and_the_json_render_one_summary(shards: Path) -> None:
+    values = json.loads(CliRunner().invoke(stats.main, [str(shards), "--json"]).stdout)
+    table = CliRunner().invoke(stats.main, [str(shards)]).stdout
+
+    assert values == json.loads(json.dumps(summary_of(shards).to_dict()))
+    assert "missing   [5, 8) in" in table and "1 samples repeat others" in table
+    assert "1  the target is no image" in table and "skipped row 4 (row 4)" in table
+    for shape, count in values["shapes"].items():
+        assert f"{count:9d}  {shape}" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--explain", "photos"], "--config"),
+        (["--explain", "photos", "--config", "c.yaml", "--plan"], "--plan"),
+        (["--plan", "--verify"], "--verify"),
+        (["--config", "c.yaml"], "--explain"),
+        (["--batch-size", "2"], "--plan"),
+    ],
+)
+def test_options_that_do_not_fit_each_other_are_refused(shards: Path, arguments: list[str], named: str) -> None:
+    result = CliRunner().invoke(stats.main, [str(shards), *arguments])
+
+    assert result.exit_code == 2 and named in result.stderr
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "photo.png").write_bytes(b"")
+    with pytest.raises(QieError, match="no shards found"):
+        find_indexes([tmp_path])

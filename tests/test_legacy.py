@@ -1,0 +1,458 @@
+"""The names of earlier programs do what they did, by qie's modules."""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+import shutil
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+import qie
+from qie.config import Config, load_config
+from qie.data.sources import open_source
+from qie.errors import ConfigError, RecipeMismatchError, RowError, ShardError, UsageError
+from qie.legacy import CacheConfig, CacheType, EmbeddingCacheManager, QwenImageEditTrainer, check_cache_exists
+from qie.legacy.cache import KINDS
+from qie.precompute import precompute
+from qie.shards.storage import published
+from tests.builders import make_sample, same_bits, write_shard
+from tests.conftest import AREA_PX, ROOT
+
+HASH = "ab" * 16
+
+
+def test_a_sample_of_the_shards_is_found_by_its_key(tmp_path: Path) -> None:
+    sample = make_sample(1)
+    write_shard(tmp_path, [make_sample(0), sample])
+    manager = EmbeddingCacheManager(tmp_path)
+    for kind in KINDS:
+        expected = sample.control_latent[0] if kind == "control_latent" else getattr(sample, kind)
+        assert manager.cache_exists(kind, sample.key)
+        assert same_bits(manager.load_cache(kind, sample.key), expected)
+    assert manager.load_cache("pixel_latent", "0" * 64) is None and not manager.cache_exists("pixel_latent", "0" * 64)
+    assert manager.get_cache_stats() == dict.fromkeys(KINDS, 2)
+
+
+def test_shards_written_later_are_seen(tmp_path: Path) -> None:
+    write_shard(tmp_path, [make_sample(0)])
+    manager, later = EmbeddingCacheManager(tmp_path), make_sample(1)
+    assert not manager.cache_exists("pixel_latent", later.key)
+    write_shard(tmp_path, [later], start=1)
+    assert manager.cache_exists("pixel_latent", later.key)
+
+
+def test_single_tensors_come_back_in_fp16_and_masks_as_they_were(tmp_path: Path) -> None:
+    manager = EmbeddingCacheManager(tmp_path)
+    latent, mask = torch.tensor([[1.5, 1e9]], requires_grad=True), torch.tensor([True, False])
+    manager.save_cache("pixel_latent", HASH, latent)
+    manager.save_cache("prompt_embeds_mask", HASH, mask)
+    assert same_bits(manager.load_cache("pixel_latent", HASH), torch.tensor([[1.5, 65504.0]]).half())
+    assert same_bits(manager.load_cache("prompt_embeds_mask", HASH), mask)
+    assert manager.get_cache_stats() == dict.fromkeys(KINDS, 0) | {"pixel_latent": 1, "prompt_embeds_mask": 1}
+
+
+def test_single_tensors_beside_shards_disturb_nobody(tmp_path: Path) -> None:
+    sample = make_sample(0)
+    EmbeddingCacheManager(tmp_path).save_cache("pixel_latent", HASH, torch.ones(1))
+    write_shard(tmp_path, [sample])
+    assert len(qie.ShardSet.open([tmp_path])) == 1
+
+
+def test_what_no_cache_can_hold_is_refused(tmp_path: Path) -> None:
+    manager = EmbeddingCacheManager(tmp_path)
+    with pytest.raises(RowError, match="NaN"):
+        manager.save_cache("pixel_latent", HASH, torch.tensor([float("nan")]))
+    with pytest.raises(UsageError, match="kind of tensor"):
+        manager.save_cache("pixel_latents", HASH, torch.ones(1))
+    with pytest.raises(UsageError, match="no hash"):
+        manager.load_cache("pixel_latent", "../../secret")
+    write_shard(tmp_path, [sample := make_sample(0, controls=((2, 2), (4, 4)))])
+    with pytest.raises(UsageError, match="several controls"):
+        manager.load_cache("control_latent", sample.key)
+
+
+def test_a_damaged_single_tensor_is_named(tmp_path: Path) -> None:
+    manager = EmbeddingCacheManager(tmp_path)
+    manager.save_cache("pixel_latent", HASH, torch.ones(1))
+    (tmp_path / "pixel_latent" / f"{HASH}.safetensors").write_bytes(b"no tensor")
+    with pytest.raises(ShardError, match="damaged") as caught:
+        manager.load_cache("pixel_latent", HASH)
+    assert HASH in str(caught.value)
+
+
+def test_clearing_one_kind_leaves_the_others(tmp_path: Path) -> None:
+    manager = EmbeddingCacheManager(tmp_path)
+    for kind in KINDS:
+        manager.save_cache(kind, HASH, torch.ones(1))
+    manager.clear_cache("prompt_embed")
+    assert [kind for kind in KINDS if not manager.cache_exists(kind, HASH)] == ["prompt_embed"]
+
+
+def test_clearing_all_deletes_shards_and_one_kind_of_them_is_refused(tmp_path: Path) -> None:
+    sample = make_sample(0)
+    write_shard(tmp_path, [sample])
+    (tmp_path / "mine.txt").write_text("mine")
+    manager = EmbeddingCacheManager(tmp_path)
+    manager.save_cache("prompt_embed", HASH, torch.ones(1))
+    with pytest.raises(UsageError, match="together"):
+        manager.clear_cache("prompt_embed")
+    assert manager.cache_exists("prompt_embed", HASH) and manager.cache_exists("prompt_embed", sample.key)
+    manager.clear_cache()
+    assert not manager.cache_exists("prompt_embed", HASH) and not manager.cache_exists("prompt_embed", sample.key)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["mine.txt"]
+
+
+def test_a_cache_exists_when_there_is_a_shard_or_single_tensors_to_train_on(tmp_path: Path) -> None:
+    assert not check_cache_exists(tmp_path / "nowhere")
+    write_shard(tmp_path / "shards", [make_sample(0)])
+    assert check_cache_exists(tmp_path / "shards")
+    manager = EmbeddingCacheManager(tmp_path / "single")
+    for kind in KINDS[:4]:
+        assert not check_cache_exists(tmp_path / "single")
+        manager.save_cache(kind, HASH, torch.ones(1))
+    assert check_cache_exists(tmp_path / "single")
+
+
+def test_hashes_are_of_content(tmp_path: Path) -> None:
+    one, copy, other = (tmp_path / name for name in ("one.png", "copy.png", "other.png"))
+    for path, content in ((one, b"a"), (copy, b"a"), (other, b"b")):
+        path.write_bytes(content)
+    manager = EmbeddingCacheManager(tmp_path)
+    image, prompt = manager.get_file_hash_for_image, manager.get_file_hash_for_prompt
+    assert image(one) == image(copy) != image(other)
+    assert prompt(one, "é") == prompt(copy, "e\u0301") != prompt(other, "é")
+    assert prompt(one, "é") not in (prompt(one, "e"), image(one))
+    with pytest.raises(UsageError, match="cannot be read"):
+        image(tmp_path / "none.png")
+
+
+def test_key_extractors_say_what_a_value_is_known_by(tmp_path: Path) -> None:
+    def size(image: Image.Image) -> tuple[int, int]:
+        return image.size
+
+    manager = EmbeddingCacheManager(tmp_path, CacheConfig(key_extractors={"vae": size}))
+    small, equal, large = (Image.new("RGB", size) for size in ((2, 2), (2, 2), (2, 3)))
+    assert manager.get_key("vae", small) == manager.get_key("vae", equal) != manager.get_key("vae", large)
+    assert manager.get_key("text_encoder", "a") != manager.get_key("text_encoder", "b")
+    assert manager.get_key("text_encoder", "1") != manager.get_key("text_encoder", 1)
+    manager.save_cache("pixel_latent", manager.get_key("vae", small), torch.ones(1))
+    assert manager.cache_exists("pixel_latent", manager.get_key("vae", equal))
+    with pytest.raises(UsageError, match="text, bytes"):
+        manager.get_key("text_encoder", small)
+    everything = CacheConfig(key_extractors=lambda value: "same")
+    assert everything.key("vae", 1) == everything.key("vae", 2)
+
+
+def minimal(**sections: object) -> Config:
+    return Config.model_validate({"model": {"pretrained_model_name_or_path": "m"}, **sections})
+
+
+def test_quaterions_settings_become_sections_of_the_configuration() -> None:
+    settings = CacheConfig(CacheType.CPU, batch_size=4, num_workers=3, save_dir="shards")
+    found = settings.applied(minimal(train={"epochs": 2}, cache={"keep": {"budget_bytes": 7}}))
+    expected = {"use_cache": True, "cache_dir": "shards", "encode_batch_size": 4}
+    keep = {"latents": "cpu", "embeds": "cpu", "budget_bytes": 7}
+    assert found == minimal(train={"epochs": 2}, cache=expected | {"keep": keep}, data={"reader_threads": 3})
+
+
+def test_an_encoder_may_have_its_own_type_and_none_at_all_uses_no_cache() -> None:
+    keep = CacheConfig(CacheType.NONE, mapping={"vae": CacheType.CPU}).applied(minimal()).cache.keep
+    assert (keep.latents, keep.embeds) == ("cpu", "none")
+    assert CacheConfig(CacheType.NONE).applied(minimal()).cache.use_cache is False
+
+
+def test_auto_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert set(CacheConfig().types().values()) == {CacheType.GPU}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert set(CacheConfig().types().values()) == {CacheType.CPU}
+    with pytest.raises(ConfigError, match="no GPU"):
+        CacheConfig(CacheType.GPU).types()
+
+
+def test_a_trainable_encoder_cannot_be_cached() -> None:
+    encoder = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="can be trained") as caught:
+        CacheConfig(CacheType.CPU).applied(minimal(), {"vae": encoder})
+    assert "vae" in str(caught.value)
+    CacheConfig(CacheType.CPU, {"vae": CacheType.NONE}).applied(minimal(), {"vae": encoder})
+    CacheConfig(CacheType.CPU).applied(minimal(), {"vae": encoder.requires_grad_(False)})
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no such encoder") as caught:
+        CacheConfig(mapping={"text_encodr": CacheType.CPU})
+    assert "text_encoder" in str(caught.value)
+    with pytest.raises(ConfigError, match="cache_type or mapping"):
+        CacheConfig(None)
+    with pytest.raises(ConfigError, match="refused") as caught:
+        CacheConfig(CacheType.CPU, batch_size=0).applied(minimal())
+    assert "encode_batch_size" in str(caught.value)
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_edit: Path, photos: Path) -> Path:
+    settings = {
+        "model": {"pretrained_model_name_or_path": str(tiny_edit), "lora": {"r": 2}},
+        "data": {"source": str(photos), "area_px": AREA_PX},
+        "cache": {"cache_dir": str(tmp_path / "shards")},
+        "train": {"max_steps": 2, "mixed_precision": "no", "output_dir": str(tmp_path / "run")},
+        "optimizer": {"init_args": {"lr": 0.01}},
+        "lr_scheduler": {"warmup_steps": 0},
+        "validation": {"rows": 0},
+    }
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path / "my.yaml"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, photos: Path, encoder) -> Path:
+    """Shards of four photographs."""
+    folder = tmp_path_factory.mktemp("made") / "shards"
+    precompute(open_source(photos), encoder, folder, rows=(0, 4))
+    return folder
+
+
+@pytest.fixture
+def cached(config: Path, made: Path) -> Path:
+    """The same configuration, with shards."""
+    shutil.copytree(made, config.parent / "shards")
+    return config
+
+
+def adapter(folder: Path) -> dict[str, list[float]]:
+    tensors = load_file(folder / "pytorch_lora_weights.safetensors")
+    return {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
+
+
+def test_the_trainer_caches_the_rows_as_qie_precompute_does(config: Path, made: Path) -> None:
+    trainer = QwenImageEditTrainer(config)
+    assert not trainer.cache_exist
+    report = trainer.cache_step(2)
+    assert (report.encoded, trainer.cache_exist) == (1, True)
+    rows = open_source(load_config(config).data.source)
+    assert trainer.cache_step(rows.read(2)).encoded == 0
+    with pytest.warns(DeprecationWarning, match="cache.vae_encoder_device"):
+        trainer.cache_step(2, "cuda:0")
+    trainer.cache_embeddings()
+    found, expected = (qie.ShardSet.open([folder]).keys for folder in (config.parent / "shards", made))
+    assert set(expected) <= set(found) and len(found) == len(rows)
+
+
+def test_fit_is_qie_train_and_its_adapter_is_saved(cached: Path) -> None:
+    trainer = QwenImageEditTrainer(cached)
+    outcome = trainer.fit()
+    assert (outcome.step, trainer.global_step) == (2, 2)
+    trainer.save_lora(cached.parent / "lora")
+    assert adapter(cached.parent / "lora") == adapter(outcome.checkpoint)
+
+
+def test_without_a_cache_rows_are_encoded_live(config: Path) -> None:
+    trainer = QwenImageEditTrainer(load_config(config, ["cache.use_cache=false", "train.max_steps=1"]))
+    assert trainer.fit().step == 1 and not trainer.cache_exist
+    with pytest.raises(UsageError, match="write_through"):
+        QwenImageEditTrainer(load_config(config, ["cache.use_cache=false", "cache.write_through=true"])).fit()
+
+
+def test_shards_of_another_family_are_refused(cached: Path, tiny_edit_plus: Path) -> None:
+    trainer = QwenImageEditTrainer(load_config(cached, [f"model.pretrained_model_name_or_path={tiny_edit_plus}"]))
+    with pytest.raises(RecipeMismatchError, match="another model family"):
+        trainer.fit()
+
+
+def test_a_loop_of_ones_own_takes_the_steps_of_fit(cached: Path) -> None:
+    fitted = QwenImageEditTrainer(cached).fit()
+    own = load_config(cached, [f"train.output_dir={cached.parent / 'own'}"])
+    trainer = QwenImageEditTrainer(own)
+    trainer.load_model()
+    trainer.setup_accelerator()
+    trainer.set_lora()
+    trainer.configure_optimizers()
+    trainer.set_model_devices("train")
+    for batch in trainer.stream:
+        trainer.accelerator.backward(trainer.training_step(batch))
+        torch.nn.utils.clip_grad_norm_([p for p in trainer.transformer.parameters() if p.requires_grad], 1.0)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        trainer.optimizer.zero_grad()
+        trainer.global_step += 1
+        if trainer.global_step == 2:
+            break
+    trainer.save_lora(cached.parent / "lora")
+    assert adapter(cached.parent / "lora") == adapter(fitted.checkpoint)
+    saved = trainer.save_checkpoint(global_step=2)
+    assert saved.name == "checkpoint-000002" and adapter(saved) == adapter(fitted.checkpoint)
+
+
+def test_a_saved_checkpoint_is_gone_on_from(cached: Path) -> None:
+    trainer = QwenImageEditTrainer(cached)
+    trainer.set_lora()
+    trainer.global_step = 1
+    with pytest.warns(DeprecationWarning, match="epoch is ignored"):
+        trainer.save_checkpoint(0)
+    assert QwenImageEditTrainer(cached).fit(resume="latest").step == 2
+
+
+def test_what_is_loaded_is_trained_on_and_painted_with(cached: Path) -> None:
+    first = QwenImageEditTrainer(cached)
+    saved = first.fit().checkpoint
+    trainer = QwenImageEditTrainer(load_config(cached, [f"train.output_dir={cached.parent / 'own'}"]))
+    image = Image.open(_picture(cached.parent))
+    plain = trainer.predict(image, "make it night", num_inference_steps=2)
+    with pytest.warns(DeprecationWarning, match="model.adapters"):
+        trainer.load_lora(saved, "default")
+    painted = trainer.predict(image, "make it night", num_inference_steps=2)
+    assert painted.dtype == np.uint8 and painted.shape[-1] == 3 and not np.array_equal(plain, painted)
+    expected = qie.open_painter(load_config(cached), saved).paint([image], "make it night", steps=2, cfg=1.0)
+    assert np.array_equal(painted, np.asarray(expected))
+    trainer.set_lora()
+    trainer.save_lora(cached.parent / "lora")
+    assert adapter(cached.parent / "lora") == adapter(saved)
+    with pytest.raises(UsageError, match="there already"):
+        trainer.load_lora(saved)
+
+
+def _picture(folder: Path) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 255, (48, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "picture.png")
+    return folder / "picture.png"
+
+
+def test_several_prompts_give_several_images_and_a_negative_prompt_guides(config: Path) -> None:
+    trainer, image = QwenImageEditTrainer(config), Image.open(_picture(config.parent))
+    one, other = trainer.predict([image, image], ["make it night", "add snow"], num_inference_steps=2)
+    guided = trainer.predict(image, "add snow", "blur", num_inference_steps=2, true_cfg_scale=4.0)
+    assert not np.array_equal(one, other) and not np.array_equal(other, guided)
+    with pytest.raises(UsageError, match="an image each"):
+        trainer.predict([image], ["make it night", "add snow"])
+    with pytest.raises(UsageError, match="no tensors"):
+        trainer.predict(image, "add snow", prompt_embeds=torch.ones(1))
+    with pytest.warns(DeprecationWarning, match="cache.compute_dtype"):
+        trainer.predict(image, "add snow", num_inference_steps=2, weight_dtype=torch.bfloat16)
+
+
+def test_prompts_are_embedded_and_padded(config: Path) -> None:
+    trainer, image = QwenImageEditTrainer(config), Image.open(_picture(config.parent))
+    embeds, mask = trainer.encode_prompt(["add snow", "make it night, and then some more"], [image, image])
+    alone, whole = trainer.encode_prompt("add snow", image)
+    assert bool(whole.all()) and mask.sum(1).tolist() == [alone.shape[1], embeds.shape[1]]
+    assert torch.equal(embeds[0, : alone.shape[1]], alone[0]) and not embeds[0, alone.shape[1] :].any()
+
+
+def test_latents_are_decoded_as_the_pipeline_does(cached: Path) -> None:
+    trainer = QwenImageEditTrainer(cached)
+    latent = qie.ShardSet.open([cached.parent / "shards"]).load(0).pixel_latent.clone()
+    pixels = trainer.decode_vae_latent(latent)
+    height, width = latent.shape[-2:]
+    assert pixels.shape == (8 * height, 8 * width, 3) and pixels.dtype == np.uint8 and pixels.std() > 0
+    pipeline = qie.open_painter(load_config(cached)).pipeline
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (pipeline.vae.config.latents_mean, pipeline.vae.config.latents_std)
+    )
+    with torch.inference_mode():
+        decoded = pipeline.vae.decode(latent[None].float() * std + mean, return_dict=False)[0][:, :, 0]
+    expected = pipeline.image_processor.postprocess(decoded, output_type="pil")[0]
+    assert np.array_equal(pixels, np.asarray(expected))
+    assert np.array_equal(trainer.decode_vae_latent(torch.stack([latent, latent]))[1], pixels)
+    with pytest.raises(UsageError, match="no latents"):
+        trainer.decode_vae_latent(latent[0])
+
+
+def test_merged_in_memory_the_model_predicts_as_with_its_adapter(cached: Path) -> None:
+    saved = QwenImageEditTrainer(cached).fit().checkpoint
+    trainer = QwenImageEditTrainer(load_config(cached, [f"train.output_dir={cached.parent / 'own'}"]))
+    trainer.load_lora(saved / "pytorch_lora_weights.safetensors")
+    trainer.set_lora()
+    batch = next(iter(trainer.stream))
+    with torch.no_grad():
+        before = trainer.training_step(batch)
+        weight = trainer.transformer.transformer_blocks[0].attn.to_q.base_layer.weight
+        base = weight.clone()
+        trainer.merge_lora()
+        after = trainer.training_step(batch)
+    assert torch.allclose(before, after, rtol=1e-5) and not torch.equal(base, weight)
+
+
+def test_merged_into_a_folder_it_is_a_transformer(cached: Path) -> None:
+    trainer = QwenImageEditTrainer(cached)
+    trainer.fit()
+    trainer.merge_lora(cached.parent / "merged")
+    assert (cached.parent / "merged" / "config.json").is_file()
+
+
+def test_a_model_is_quantised_in_place(cached: Path) -> None:
+    pytest.importorskip("torchao")
+    trainer = QwenImageEditTrainer(cached)
+    trainer.set_lora()
+    from qie.training.model import load_transformer
+    from qie.training.quantize import is_quantized
+
+    transformer = load_transformer(trainer.checkpoint, torch.float32)
+    assert is_quantized(trainer.quantize_model(transformer, "cpu"))
+
+
+def test_what_has_no_meaning_any_more_is_said_to_have_none(config: Path) -> None:
+    trainer = QwenImageEditTrainer(config)
+    loader = torch.utils.data.DataLoader([1])
+    for call in (trainer.fit, trainer.cache):
+        with pytest.raises(UsageError, match="loaders of other libraries"):
+            call(loader)
+    with pytest.raises(UsageError, match="no batch"):
+        trainer.training_step({"image": 1})
+    with pytest.raises(UsageError, match="call set_lora first") as caught:
+        trainer.configure_optimizers()
+    assert "in training" in caught.value.what
+    with pytest.raises(UsageError, match="no such mode"):
+        trainer.set_model_devices("trian")
+    with pytest.raises(UsageError, match="no row"):
+        trainer.cache_step({"image": 1})
+    with pytest.raises(UsageError, match="no configuration"):
+        QwenImageEditTrainer({"model": {}})
+    with pytest.warns(DeprecationWarning, match="text_encoder_device"):
+        trainer.load_model("cuda:1")
+    assert not published(config.parent / "shards")
+
+
+def test_a_vae_that_is_unfrozen_cannot_be_trained_with_its_cache(cached: Path) -> None:
+    trainer = QwenImageEditTrainer(cached)
+    trainer.vae.requires_grad_(True)
+    for begin in (trainer.set_lora, trainer.fit):
+        with pytest.raises(ConfigError, match="can be trained"):
+            begin()
+
+
+def test_the_keys_and_names_that_the_migration_page_gives_are_there() -> None:
+    text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
+    now = [code for _, right in rows for code in re.findall(r"`(\w+(?:\.\w+)+)", right) if code.split(".")[0] != "qie"]
+    keys = [code.split(".") for code in now if code.split(".")[0] in Config.model_fields]
+    assert len(keys) > 20
+    for key in keys:
+        section = Config
+        for name in key:
+            assert name in section.model_fields, ".".join(key)
+            found = section.model_fields[name].annotation
+            parts = [found, *get_args(found)]
+            section = next(
+                (part for part in parts if isinstance(part, type) and hasattr(part, "model_fields")), section
+            )
+    for name in re.findall(r"`((?:qie\.)[\w.]+)", text):
+        assert pkgutil.resolve_name(name), name
+
+
+def test_every_old_name_says_what_it_is_now() -> None:
+    for face in (EmbeddingCacheManager, QwenImageEditTrainer, CacheConfig, CacheType, check_cache_exists):
+        assert "Now: " in (face.__doc__ or ""), face
+    for face in (EmbeddingCacheManager, QwenImageEditTrainer):
+        public = {name: getattr(face, name) for name in dir(face) if not name.startswith("_")}
+        silent = [n for n, member in public.items() if callable(member) and "Now: " not in (member.__doc__ or "")]
+        assert silent == []
