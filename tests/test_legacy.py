@@ -268,6 +268,19 @@ def test_shards_of_another_family_are_refused(cached: Path, tiny_edit_plus: Path
         trainer.fit()
 
 
+def loop(trainer: QwenImageEditTrainer, steps: int) -> None:
+    """The first steps of training, as a program with its own loop takes them."""
+    for batch in trainer.stream:
+        trainer.accelerator.backward(trainer.training_step(batch))
+        torch.nn.utils.clip_grad_norm_([p for p in trainer.transformer.parameters() if p.requires_grad], 1.0)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        trainer.optimizer.zero_grad()
+        trainer.global_step += 1
+        if trainer.global_step == steps:
+            break
+
+
 def test_a_loop_of_ones_own_takes_the_steps_of_fit(cached: Path) -> None:
     fitted = QwenImageEditTrainer(cached).fit()
     own = load_config(cached, [f"train.output_dir={cached.parent / 'own'}"])
@@ -277,28 +290,24 @@ def test_a_loop_of_ones_own_takes_the_steps_of_fit(cached: Path) -> None:
     trainer.set_lora()
     trainer.configure_optimizers()
     trainer.set_model_devices("train")
-    for batch in trainer.stream:
-        trainer.accelerator.backward(trainer.training_step(batch))
-        torch.nn.utils.clip_grad_norm_([p for p in trainer.transformer.parameters() if p.requires_grad], 1.0)
-        trainer.optimizer.step()
-        trainer.lr_scheduler.step()
-        trainer.optimizer.zero_grad()
-        trainer.global_step += 1
-        if trainer.global_step == 2:
-            break
+    loop(trainer, 2)
     trainer.save_lora(cached.parent / "lora")
     assert adapter(cached.parent / "lora") == adapter(fitted.checkpoint)
     saved = trainer.save_checkpoint(global_step=2)
     assert saved.name == "checkpoint-000002" and adapter(saved) == adapter(fitted.checkpoint)
 
 
-def test_a_saved_checkpoint_is_gone_on_from(cached: Path) -> None:
-    trainer = QwenImageEditTrainer(cached)
+def test_a_checkpoint_of_ones_own_loop_is_gone_on_from_exactly(cached: Path) -> None:
+    fitted = QwenImageEditTrainer(cached).fit()
+    own = load_config(cached, [f"train.output_dir={cached.parent / 'own'}"])
+    trainer = QwenImageEditTrainer(own)
     trainer.set_lora()
-    trainer.global_step = 1
+    trainer.configure_optimizers()
+    loop(trainer, 1)
     with pytest.warns(DeprecationWarning, match="epoch is ignored"):
         trainer.save_checkpoint(0)
-    assert QwenImageEditTrainer(cached).fit(resume="latest").step == 2
+    resumed = QwenImageEditTrainer(own).fit(resume="latest")
+    assert resumed.step == 2 and adapter(resumed.checkpoint) == adapter(fitted.checkpoint)
 
 
 def test_what_is_loaded_is_trained_on_and_painted_with(cached: Path) -> None:

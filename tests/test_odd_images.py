@@ -194,7 +194,7 @@ def seen() -> dict[str, tuple[bytes, Picture]]:
     keyed = np.where(grey[..., None] > 120, np.array([10, 20, 30], dtype=np.uint8), colour)
 
     inks = np.dstack([colour, other[..., :1] // 2])
-    cmyk = Image.fromarray(inks, "CMYK")
+    cmyk = Image.frombytes("CMYK", inks.shape[1::-1], inks.tobytes())
     cmyk_jpeg, jpeg = saved(cmyk, "JPEG", quality=90), saved(colour, "JPEG", quality=90)
     progressive = saved(colour, "JPEG", quality=70, progressive=True)
     grey_jpeg = saved(grey, "JPEG", quality=80)

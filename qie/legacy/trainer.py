@@ -35,7 +35,7 @@ class QwenImageEditTrainer(CachingTrainer):
 
     `fit` is the whole training. For a loop of one's own call `setup_accelerator`, `load_model`, `set_lora`,
     `configure_optimizers`, and for each batch of `stream` `training_step`; then step `optimizer` and `lr_scheduler`,
-    and add 1 to `global_step`, of which noise and noise levels are a function.
+    and add 1 to `global_step`.
 
     Args:
         config: a configuration, or its file.
@@ -144,7 +144,8 @@ class QwenImageEditTrainer(CachingTrainer):
         if not isinstance(batch, Batch):
             raise UsageError("this is no batch of qie", expected="one of a stream", found=type(batch).__name__)
         run = self._running()
-        return run.objective.loss(run.trainee.model, batch, run.step)
+        run.taken += 1
+        return run.objective.loss(run.trainee.model, batch, run.taken - 1)
 
     def save_lora(self, save_path: str | Path) -> None:
         """Write the adapter that is trained, or was trained last, into a folder. Now: it is in every checkpoint."""
@@ -189,15 +190,15 @@ class QwenImageEditTrainer(CachingTrainer):
             merge_adapter(self.checkpoint, self._adapter(), Path(output))
 
     def save_checkpoint(self, epoch: int | None = None, global_step: int | None = None) -> Path:
-        """Write a checkpoint of one's own loop, and give its folder. Now: `train.checkpoint_every`.
+        """Write a checkpoint of one's own loop over `stream`, and give its folder. Now: `train.checkpoint_every`.
 
-        It holds all but the position in the data, which only `fit` knows: a run that resumes from it begins its order
-        of samples anew. `epoch` is ignored.
+        A run that resumes from it goes on behind the last batch that `stream` gave. `epoch` is ignored.
         """
         if epoch is not None:
             ignored("epoch", "the state of the stream")
         run = self._running()
         run.step = run.step if global_step is None else global_step
+        run.position = run.stream.state_dict()
         metrics = Path(run.config.train.output_dir) / METRICS_FILE
         metrics.parent.mkdir(parents=True, exist_ok=True)
         metrics.touch()  # the report reads it; one's own loop need not write it

@@ -51,6 +51,11 @@ class Run:
         accelerator: device, precision and processes.
         start: a checkpoint folder to go on from.
 
+    Attributes:
+        step, steps: optimizer steps done, and planned.
+        taken: batches trained on; noise is a function of their number.
+        position: of the stream behind them; the stream itself is ahead of it.
+
     Raises:
         QieError: `start` is damaged, or of another run.
     """
@@ -60,7 +65,7 @@ class Run:
     ) -> None:
         self.config, self.checkpoint, self.stream, self.accelerator = config, checkpoint, stream, accelerator
         self.step, self._nonfinite = 0, 0
-        self._taken = 0
+        self.taken = 0
         self._batches = None if config.train.epochs is None else batches_of(stream, config.train.epochs)
         self.steps = planned_steps(config.train, self._batches)
         main = accelerator.is_main_process
@@ -86,7 +91,7 @@ class Run:
         )
         if start and state:
             self._restore(start, state)
-        self._position = stream.state_dict()
+        self.position = stream.state_dict()
         self._speed = Speed.of(
             self.trainee.transformer.config,
             accelerator.device,
@@ -94,7 +99,7 @@ class Run:
             config.logging.peak_tflops,
             not config.model.lora,
         )
-        self.feed = Feed(stream, self.objective, self._taken)
+        self.feed = Feed(stream, self.objective, self.taken)
 
     def take_step(self) -> StepMetrics:
         """One optimizer step over `gradient_accumulation_steps` batches, or what is left of the last epoch.
@@ -106,7 +111,7 @@ class Run:
         # What else draws numbers, such as LoRA dropout, draws the same ones in this step of any run.
         torch.manual_seed(derive_seed(section.seed, self.step, "dropout", self.accelerator.process_index))
         count = section.gradient_accumulation_steps
-        count = count if self._batches is None else min(count, self._batches - self._taken)
+        count = count if self._batches is None else min(count, self._batches - self.taken)
         waited, flops = 0.0, 0.0
         rows: list[torch.Tensor] = []
         keys: list[str] = []
@@ -118,7 +123,7 @@ class Run:
                 rows.append(self._backward(prepared, count))
             keys.extend(prepared.batch.keys)
             flops += self._speed.flops(prepared.batch)
-        self._position, self._taken = prepared.position, self._taken + count
+        self.position, self.taken = prepared.position, self.taken + count
         limit = math.inf if section.max_grad_norm is None else section.max_grad_norm
         norm = self.accelerator.clip_grad_norm_(list(self.trainee.parameters.values()), limit)
         grad_norm = float(whole(norm)) if isinstance(norm, torch.Tensor) else float(norm)
@@ -206,8 +211,8 @@ class Run:
             write_card(folder, told)
             return {
                 "step": self.step,
-                "batches": self._taken,
-                "stream": self._position,
+                "batches": self.taken,
+                "stream": self.position,
                 "optimizer": numbers,
                 "schedule": self.schedule.state_dict(),
                 "run": self._identity,
@@ -235,6 +240,6 @@ class Run:
             load_named_state(self.optimizer, self.trainee.parameters, tensors, state["optimizer"])
             self.schedule.load_state_dict(state["schedule"])
             self.stream.load_state_dict(state["stream"])
-            self.step, self._taken = int(state["step"]), int(state["batches"])
+            self.step, self.taken = int(state["step"]), int(state["batches"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise damaged(start, f"{type(error).__name__}: {error}") from error
