@@ -5,41 +5,66 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean help
+.PHONY: demo test coverage lint docs clean help
 
 help:
-	@echo "make demo    the main job, end to end, on a tiny model and real photographs (about 3 minutes)"
-	@echo "make test    the tests"
-	@echo "make lint    ruff and mypy"
-	@echo "make clean   remove what the demo wrote"
+	@echo "make demo      the main job, end to end, on a tiny model and real photographs (about 3 minutes)"
+	@echo "make test      the tests"
+	@echo "make coverage  the tests, and which lines none of them reaches"
+	@echo "make lint      ruff and mypy"
+	@echo "make docs      the documentation as a site, in build/site"
+	@echo "make bench     all benchmarks, into docs/benchmarks.md (about 15 minutes on two idle cores)"
+	@echo "make clean     remove what the demo wrote"
 
-# The file marks a finished installation: one that was interrupted is done again.
-$(VENV)/.installed: pyproject.toml setup.cfg constraints.txt
+# The files mark finished installations: one that was interrupted is done again.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALLED := pyproject.toml setup.cfg constraints.txt
+
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) \
 		|| { echo "no virtual environment could be made; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+
+$(VENV)/.demo: $(INSTALLED) | $(BIN)/pip
+	$(PIP) -e '.[demo]'
 	@touch $@
+
+$(VENV)/.installed: $(INSTALLED) | $(BIN)/pip
+	$(PIP) -e '.[demo,dev]'
+	@touch $@ $(VENV)/.demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+coverage: $(VENV)/.installed
+	$(BIN)/python -m pytest --cov=qie --cov-branch --cov-report=term-missing:skip-covered
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+$(VENV)/.docs: $(INSTALLED) | $(BIN)/pip
+	$(PIP) -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/run.py
+
 DEMO := configs/demo.yaml
 
 demo: export PATH := $(CURDIR)/$(BIN):$(PATH)
-demo: $(VENV)/.installed
+demo: $(VENV)/.demo
 	rm -rf demo
 	python tools/make_tiny_model.py demo/model
 	python tools/make_photo_edits.py demo/photos --rows 72
 	qie-precompute --config $(DEMO) --end-idx 36
 	qie-precompute --config $(DEMO) --start-idx 36
-	qie-stats demo/shards --verify
+	qie-stats demo/shards --verify --html demo/stats.html
 	qie-train --config $(DEMO) --set cache.use_cache=false --set train.max_steps=40 --set train.output_dir=demo/live
 	qie-train --config $(DEMO) demo/shards
 	python tools/demo_report.py demo

@@ -66,6 +66,7 @@ def encoder_options(config: Config) -> EncoderOptions:
         continued=cache.share_prefix,
         batch_size=cache.encode_batch_size,
         compiled=cache.compile,
+        thumbnail_px=cache.thumbnail_px,
         max_image_px=data.max_image_px,
     )
 

@@ -14,13 +14,16 @@ from functools import cached_property
 from typing import Any
 
 from qie.errors import RecipeMismatchError
-from qie.types import Row
+from qie.types import Row, Shape
 
 ENCODING_VERSION = 1
 """Raised whenever qie itself would compute other tensors from the same inputs."""
 
 NULL_PROMPT = " "
 """What the released pipelines are called with for classifier-free guidance without a negative prompt."""
+
+LATER = ("thumbnail_px",)
+"""Fields that recipes did not have at first; see `Recipe.to_dict`."""
 
 _SYSTEM = (
     "<|im_start|>system\n"
@@ -96,6 +99,7 @@ class Recipe:
         continued, batch_size, compiled: ways of computing that change last bits; see the configuration's `cache`.
         background: colour that transparent images are laid on.
         storage_dtype: precision of what is stored.
+        thumbnail_px: longest side of the picture of the target that is stored with a sample; None for no picture.
         encoding_version: see `ENCODING_VERSION`.
     """
 
@@ -118,10 +122,11 @@ class Recipe:
     compiled: bool = False
     storage_dtype: str = "float16"
     encoding_version: int = ENCODING_VERSION
+    thumbnail_px: int | None = None
 
     @cached_property
     def full_digest(self) -> str:
-        return json_hash(asdict(self))
+        return json_hash(self.to_dict())
 
     @property
     def digest(self) -> str:
@@ -161,8 +166,26 @@ class Recipe:
             hint=hint,
         )
 
+    def thumbnail_size(self, shape: Shape) -> tuple[int, int] | None:
+        """Height and width in pixels of the thumbnail of a sample of this shape; None where the recipe has none.
+
+        The target's proportions, its longest side `thumbnail_px` or, if that is smaller, its own. The other side is
+        rounded to the nearest pixel, halves up, and is at least 1.
+        """
+        if self.thumbnail_px is None:
+            return None
+        longest = max(*shape.target, 1)  # an index may say anything
+        px = min(self.thumbnail_px, 8 * longest)
+        height, width = (max((2 * side * px + longest) // (2 * longest), 1) for side in shape.target)
+        return height, width
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Its fields, as they are hashed and stored.
+
+        A field of `LATER` that is None is left out: a recipe that says nothing new keeps its digest, and its samples
+        their keys, of before there was such a field.
+        """
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in LATER}
 
 
 def normal_prompt(prompt: str) -> str:

@@ -90,6 +90,8 @@ class Sample:
             before the prompt in a causal model. Stored once.
         loss_mask: [H, W] uint8, 255 is foreground; None when the row has no mask.
         clipped: how many values were finite but beyond FP16's range and were clipped to ±65504.
+        thumbnail: the target made small, [h, w, 3] uint8, for people who look at shards; None where the recipe has
+            none, and in what is fetched for training.
         notes: what encoding did to the row that its owner may want to know; kept in the index, not in the record.
     """
 
@@ -104,6 +106,7 @@ class Sample:
     shared_prefix: int
     loss_mask: torch.Tensor | None = None
     clipped: int = 0
+    thumbnail: torch.Tensor | None = None
     notes: tuple[str, ...] = ()
 
     @property

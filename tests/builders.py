@@ -16,7 +16,7 @@ from qie.shards.index import Entry, ShardIndex, Skipped
 from qie.shards.record import encode
 from qie.shards.writer import ShardWriter
 from qie.stores import Folder
-from qie.types import Row, Sample
+from qie.types import Row, Sample, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = Recipe(
@@ -39,6 +39,7 @@ TENSORS = (
     "empty_prompt_embed",
     "empty_prompt_embeds_mask",
     "loss_mask",
+    "thumbnail",
 )
 
 
@@ -66,6 +67,7 @@ def make_sample(
     embed = _values(generator, tokens, width)
     empty = torch.cat([embed[:shared_prefix], _values(generator, empty_tokens - shared_prefix, width)])
     loss_mask = torch.randint(0, 2, target, generator=generator, dtype=torch.uint8) * 255
+    small = recipe.thumbnail_size(Shape(target, controls))
     return Sample(
         key=recipe.key(Row(seed, "", f"target {seed}".encode(), (b"control",), prompt)),
         prompt=prompt,
@@ -78,6 +80,7 @@ def make_sample(
         shared_prefix=shared_prefix,
         loss_mask=loss_mask if masked else None,
         clipped=clipped,
+        thumbnail=torch.randint(0, 256, (*small, 3), generator=generator, dtype=torch.uint8) if small else None,
     )
 
 

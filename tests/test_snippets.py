@@ -1,13 +1,22 @@
-"""What README and docs show works: Python is run, YAML is accepted, and commands have the options that they are given.
+"""What README and docs show works. What is done for which:
 
-Python runs in a folder like the reader's: `my.yaml`, `shards/`, `in.png` and a run, made on the tiny model.
+- Python is run, in a folder like the reader's: `my.yaml`, `shards/`, `in.png` and a run, made on the tiny model.
+- YAML is loaded as a configuration, also where a shell block writes it into a file. JSON is read as a `--batch`.
+- Each call of a qie command in a shell block goes through its click command, with what it checks before any work, and
+  its `--set` through the configuration; of one within a sentence, the options are known.
+- `torchrun` and `accelerate launch` are parsed by their own parsers; shell blocks as a whole by `bash -n`. Nothing that
+  needs a GPU, a cluster or credentials is run, nor are `pip`, `ray`, `srun`, `sbatch` and `hf`.
+- Files, tools and their options, make targets and extras are there.
+- The shell blocks of migration.md are run here, those of quickstart.md in a fresh clone (see .ci/).
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -17,61 +26,80 @@ import yaml
 from PIL import Image
 
 from qie.cli import precompute, predict, stats, train
+from qie.cli.paintings import read_batch
 from qie.config import load_config
 from qie.data.sources import open_source
 from qie.precompute import precompute as precompute_rows
 from tests.conftest import AREA_PX, ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 COMMANDS = {"precompute": precompute.main, "predict": predict.main, "stats": stats.main, "train": train.main}
+GENERATED = {"commands.md"}
+"""Pages with usage lines of their own, such as `qie-train [OPTIONS] [SHARDS]...`, which test_docs.py checks."""
+LANGUAGES = {"sh", "yaml", "python", "json", "text", ""}
 PYTHON_NOT_RUN: dict[tuple[str, str], str] = {}
 """(page, first line) of each block of Python that is not run -> why."""
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^|\n\n)((?: {4}.*\n)+)")
+HEREDOC = re.compile(r"<<'(\w+)'\n(.*?)^\1$\n", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT).as_posix()
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return [text for _, found, text in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]
 
 
-def shell_lines() -> list[tuple[str, str]]:
-    """(page, command): lines of sh blocks, of indented ones, and commands with arguments within a sentence."""
-    found = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        prose = FENCE.sub("", text)
-        lines = [line for block in [*blocks(page, "sh"), *INDENTED.findall(prose)] for line in block.splitlines()]
-        lines += [" ".join(code.split()) for code in re.findall(r"`(qie-\w+ [^`]+)`", prose)]
-        found += [(page.name, line.strip()) for line in lines]
-    return found
+def shell_lines(page: Path) -> list[str]:
+    """Lines of sh blocks and of indented ones, continued ones joined, without what they write into files."""
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    found = [*blocks(page, "sh"), *([] if name_of(page) in GENERATED else INDENTED.findall(prose))]
+    return [
+        line.strip() for block in found for line in HEREDOC.sub("\n", block.replace("\\\n", " ")).splitlines() if line
+    ]
+
+
+def sentence_calls(page: Path) -> list[str]:
+    """Commands with arguments within a sentence."""
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return [" ".join(code.split()) for code in re.findall(r"`(qie-\w+ [^`]+)`", prose)]
 
 
 def words_of(line: str) -> list[str]:
-    """A command's words, without assignments before it and what only a shell knows."""
-    words = shlex.split(re.sub(r"\$\(\(.*?\)\)(?=\s|$)", "64", line), comments=True)
+    """A command's words, without assignments before it, what is behind a pipe, and what only a shell knows."""
+    line = re.sub(r"\$\(\(.*?\)\)(?=\s|$)", "64", line)
+    words = shlex.split(line.partition(" | ")[0], comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
-    return [word for word in words if word != "&"]
+    return [word for word in words if word not in ("&", "$resume")]
 
 
-def qie_calls() -> list[tuple[str, str, list[str]]]:
-    """(what pytest calls it, command, arguments) of each call of qie's commands, by name or as a module."""
-    calls = []
-    for page, line in shell_lines():
-        if not re.search(r"\bqie-\w+ |qie\.cli\.\w+ ", line) or "──" in line:
-            continue
-        words = words_of(line)
-        if words and words[0].removeprefix("qie-") in COMMANDS:
-            calls.append((f"{page}: {line}", words[0].removeprefix("qie-"), words[1:]))
-        elif "-m" in words:
-            at = words.index("-m") + 1
-            calls.append((f"{page}: {line}", words[at].removeprefix("qie.cli."), words[at + 1 :]))
-    return calls
+def call_in(line: str) -> tuple[str, list[str]] | None:
+    """(command, arguments) of a call of one of qie's commands, by name or as a module."""
+    if not re.search(r"\bqie-\w+ |qie\.cli\.\w+ ", line) or "──" in line:
+        return None
+    words = words_of(line)
+    if words and words[0].removeprefix("qie-") in COMMANDS:
+        return words[0].removeprefix("qie-"), words[1:]
+    if "-m" in words:
+        at = words.index("-m") + 1
+        return words[at].removeprefix("qie.cli."), words[at + 1 :]
+    return None
 
 
-CALLS = qie_calls()
-PYTHON = [(page, blocks(page, "python")) for page in PAGES if blocks(page, "python")]
-YAML = [(page, block) for page in PAGES for block in blocks(page, "yaml")]
+LINES = [(name_of(page), line) for page in PAGES for line in shell_lines(page)]
+CALLS = [(f"{page}: {line}", *call) for page, line in LINES if (call := call_in(line))]
+MENTIONED = [
+    (f"{name_of(page)}: {line}", *call) for page in PAGES for line in sentence_calls(page) if (call := call_in(line))
+]
+LAUNCHED = [(f"{page}: {line}", line) for page, line in LINES if re.search(r"\b(torchrun|accelerate launch) ", line)]
+PYTHON = [(page, found) for page in PAGES if (found := blocks(page, "python"))]
+YAML = [(name_of(page), block) for page in PAGES for block in blocks(page, "yaml")] + [
+    (name_of(page), text) for page in PAGES for block in blocks(page, "sh") for _, text in HEREDOC.findall(block)
+]
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +130,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, tiny_edit: Path, photos: Path
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated:FutureWarning")  # older releases know no other
-@pytest.mark.parametrize(("page", "snippets"), PYTHON, ids=[page.name for page, _ in PYTHON])
+@pytest.mark.parametrize(("page", "snippets"), PYTHON, ids=[name_of(page) for page, _ in PYTHON])
 def test_python_runs(
     page: Path, snippets: list[str], desk: Path, tiny_edit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,57 +138,125 @@ def test_python_runs(
     monkeypatch.chdir(tmp_path / "desk")
     names: dict[str, object] = {}
     for snippet in snippets:
-        if (page.name, snippet.partition("\n")[0]) in PYTHON_NOT_RUN:
+        if (name_of(page), snippet.partition("\n")[0]) in PYTHON_NOT_RUN:
             continue
         # diffusers' processor needs torchvision, which a machine for tests may lack; no snippet uses the encoders.
         tiny = f"{str(tiny_edit)!r}, text_encoder=None, tokenizer=None, processor=None"
         code = snippet.replace('"Qwen/Qwen-Image-Edit"', tiny)
-        exec(compile(code, f"{page.name}:\n{snippet}", "exec"), names)  # a page's snippets go on from one another
+        exec(compile(code, f"{name_of(page)}:\n{snippet}", "exec"), names)  # a page's snippets go on from one another
+
+
+def test_every_block_is_of_a_kind_that_is_checked() -> None:
+    found = {language for page in PAGES for _, language, _ in FENCE.findall(page.read_text(encoding="utf-8"))}
+    assert found <= LANGUAGES
 
 
 def test_what_is_not_run_is_there_and_has_a_reason() -> None:
-    there = {(page.name, block.partition("\n")[0]) for page, found in PYTHON for block in found}
+    there = {(name_of(page), block.partition("\n")[0]) for page, found in PYTHON for block in found}
     assert set(PYTHON_NOT_RUN) <= there and all(PYTHON_NOT_RUN.values())
-    assert {"README.md", "api.md", "stream.md", "training.md"} <= {page.name for page, _ in PYTHON}
+    assert {"README.md", "api.md", "stream.md", "training.md"} <= {name_of(page) for page, _ in PYTHON}
 
 
 def test_the_api_page_s_snippets_stand_alone_and_are_short() -> None:
-    for snippet in blocks(ROOT / "docs" / "api.md", "python"):
+    for snippet in blocks(DOCS / "api.md", "python"):
         lines = [
             line for line in snippet.splitlines() if line and not re.match(r"import |from |print\(| +print\(", line)
         ]
         assert len(lines) <= 5 and snippet.startswith(("import qie\n", "from qie")), snippet
 
 
-@pytest.mark.parametrize(("page", "text"), YAML, ids=[f"{page.name} {text.split()[0]}" for page, text in YAML])
-def test_yaml_is_accepted(page: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "text"), YAML, ids=[f"{page} {text.split()[0]}" for page, text in YAML])
+def test_yaml_is_accepted(page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in re.findall(r"\$\{(\w+)", text):
         monkeypatch.setenv(name, "1")
-    tree = yaml.safe_load(text)
-    tree["model"] = {"pretrained_model_name_or_path": "some/model"} | tree.get("model", {})
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump(tree))
-    load_config(tmp_path / "my.yaml")
+    (tmp_path / "my.yaml").write_text(text)
+    load_config(tmp_path / "my.yaml", ["model.pretrained_model_name_or_path=some/model"])  # examples leave it out
+
+
+def test_json_is_a_batch(tmp_path: Path) -> None:
+    for page in PAGES:
+        for block in blocks(page, "json"):
+            (tmp_path / "todo.jsonl").write_text(block)
+            found = read_batch(tmp_path / "todo.jsonl", negative_prompt=" ", seed=0, count=1)
+            assert len(found) == len(block.splitlines()), name_of(page)
+
+
+def checked(command: str, arguments: list[str]) -> dict[str, object]:
+    """A command's options, after all that it checks without its files."""
+    params = COMMANDS[command].make_context(command, list(arguments)).params
+    if command == "stats":
+        stats._check({**params, "source": params["source"]})
+    if command == "precompute":
+        precompute._devices(params)
+    if command == "predict":
+        asked = params["batch"] or (params["images"] and params["prompt"] and params["output"])
+        assert asked, arguments
+    return params
 
 
 @pytest.mark.parametrize(("command", "arguments"), [call[1:] for call in CALLS], ids=[call[0] for call in CALLS])
-def test_commands_have_the_options_that_they_are_given(command: str, arguments: list[str]) -> None:
+def test_commands_can_be_called_so(command: str, arguments: list[str]) -> None:
+    params = checked(command, arguments)
+    config = str(params.get("config_path") or "")
+    file = ROOT / (config if config.startswith("configs/") else "configs/edit_lora.yaml")
+    load_config(file, params.get("overrides", ()))
+
+
+@pytest.mark.parametrize(("command", "arguments"), [c[1:] for c in MENTIONED], ids=[c[0] for c in MENTIONED])
+def test_commands_within_a_sentence_have_the_options_that_they_are_given(command: str, arguments: list[str]) -> None:
     main = COMMANDS[command]
     known = {option for param in main.params if isinstance(param, click.Option) for option in param.opts}
     assert {word.partition("=")[0] for word in arguments if word.startswith("--")} <= known | {"--help"}
-    if "--config" in arguments:  # whole, and no fragment in a sentence
+    if "--config" in arguments:  # whole, and no fragment
         main.make_context(command, list(arguments))
+
+
+@pytest.mark.parametrize("line", [line for _, line in LAUNCHED], ids=[name for name, _ in LAUNCHED])
+def test_launchers_take_the_options_that_they_are_given(line: str) -> None:
+    words = words_of(line)
+    if "torchrun" in words:
+        from torch.distributed.run import get_args_parser
+
+        parser, words = get_args_parser(), words[words.index("torchrun") + 1 :]
+    else:
+        from accelerate.commands.launch import launch_command_parser
+
+        parser, words = launch_command_parser(), words[words.index("launch") + 1 :]
+    given = parser.parse_args(words)
+    assert given.training_script == "qie.cli.train" and given.module
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")], ids=name_of)
+def test_shell_blocks_are_shell(page: Path) -> None:
+    done = subprocess.run(["bash", "-n"], input="\n".join(blocks(page, "sh")), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_rows_move_over_as_the_migration_page_says(photos: Path, tmp_path: Path) -> None:
+    script = "\n".join(blocks(DOCS / "migration.md", "sh"))
+    for name, folder in (("image_dir", "training_images"), ("control_dir", "control_images")):
+        shutil.copytree(photos / folder, tmp_path / name)
+        script = script.replace(f"/path/to/{name}", str(tmp_path / name))
+    image, control = (next((tmp_path / name).glob("*.png")) for name in ("image_dir", "control_dir"))
+    several = {"image_path": str(image), "control_path_0": str(control), "control_path_1": str(control), "caption": "x"}
+    one = {"image_path": str(image), "control_path": str(control), "caption": "x"}
+    (tmp_path / "old.jsonl").write_text(f"{json.dumps(several)}\n{json.dumps(one)}\n")
+    subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True)
+    folder, table = open_source(tmp_path / "photos"), open_source(tmp_path / "rows.jsonl")
+    assert len(folder) == len(open_source(photos)) and folder.read(0).prompt
+    assert [len(table.read(number).controls) for number in range(2)] == [2, 1]
 
 
 def test_each_command_is_shown() -> None:
     assert {command for _, command, _ in CALLS} == set(COMMANDS)
-    assert {page for page, line in shell_lines() if line.startswith("qie-")} >= {"README.md", "training.md"}
+    assert {page for page, line in LINES if line.startswith("qie-")} >= {"README.md", "training.md", "quickstart.md"}
 
 
 def test_files_tools_targets_and_extras_that_are_named_are_there() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     tools = 0
-    for page, line in shell_lines():
+    for page, line in LINES:
         for file in re.findall(r"(?:tools|benchmarks|configs)/[\w/]+\.(?:py|yaml)", line):
             assert (ROOT / file).is_file(), f"{page}: {line}"
         for target in re.findall(r"^make (\w+)", line):
@@ -173,3 +268,11 @@ def test_files_tools_targets_and_extras_that_are_named_are_there() -> None:
             options = [word for word in words_of(line) if word.startswith("--")]
             assert all(f'"{option}"' in source for option in options), f"{page}: {line}"
     assert tools
+
+
+def test_the_quick_start_is_typed_from_top_to_bottom() -> None:
+    """The commands that a fresh clone runs: the demo first, then the environment that it made, then each command."""
+    lines = shell_lines(DOCS / "quickstart.md")
+    assert lines[:2] == ["make demo", ". .venv/bin/activate"]
+    called = [call[0] for line in lines if (call := call_in(line))]
+    assert called == ["precompute", "precompute", "stats", "train", "train", "predict", "stats", "precompute"]

@@ -8,6 +8,8 @@ sharded models and the newer `processor_config.json`. The bytes depend on the fa
 libraries alone.
 """
 
+# ruff: noqa: E402 - what libraries say while they are imported is silenced before that
+
 from __future__ import annotations
 
 import argparse
@@ -20,6 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qie.cli.common import quiet_imports
+
+quiet_imports()
 import diffusers
 import torch
 import transformers

@@ -78,6 +78,7 @@ def check_index(index: Json, stem: str, faults: Faults) -> None:
     start, stop, recipe = index["start"], index["stop"], dict(index["recipe"])
     faults.expect("index: range, by its name", f"{start:08d}-{stop:08d}", stem)
     digest = recipe.pop("digest")
+    faults.expect("index: thumbnail_px of the recipe", type(recipe.get("thumbnail_px", 0)), int)
     canonical = json.dumps(recipe, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     faults.expect("index: digest of the recipe", digest, hashlib.sha256(canonical.encode()).hexdigest()[:16])
     for part, fields, later in ("samples", SAMPLE, LATER | INPUTS), ("skipped", SKIPPED, LATER):
@@ -172,6 +173,10 @@ def check_record(index: Json, sample: Json, meta: Json, tensors: dict[str, Json]
     }
     if "loss_mask" in tensors:
         due["loss_mask"] = ("U8", target)
+    if thumbnail_px := index["recipe"].get("thumbnail_px"):
+        longest = max(target)
+        px = min(thumbnail_px, 8 * longest)
+        due["thumbnail"] = ("U8", [*(max((2 * side * px + longest) // (2 * longest), 1) for side in target), 3])
     found = {name: (tensor["dtype"], tensor["shape"]) for name, tensor in tensors.items()}
     for name in sorted({*due, *found}):
         faults.expect(f"{row}: {name}", found.get(name), due.get(name))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from qie.stats import EpochPlan, Explanation, Summary
     from qie.stores import File
 
+GALLERY = 24
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("shards", nargs=-1, required=True)
@@ -33,6 +35,15 @@ if TYPE_CHECKING:
 @click.option("--plan", is_flag=True, help="Instead: steps, padding and bytes of an epoch.")
 @click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Per process, for --plan.")
 @click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Processes, for --plan.")
+@click.option(
+    "--html", metavar="FILE", help="Write a page, too: the summary, histograms, and some samples with pictures."
+)
+@click.option("--gallery", type=click.IntRange(0, 100), default=GALLERY, show_default=True, help="Samples on the page.")
+@click.option(
+    "--vae",
+    metavar="MODEL_DIR",
+    help="A model whose VAE makes the pictures of samples on the page that have no thumbnail (cache.thumbnail_px).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
 @quiet_option
 @explained
@@ -50,13 +61,13 @@ def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) ->
     elif options["plan"]:
         _plan(indexes, options, as_json)
     else:
-        _summarise(indexes, options, as_json, quiet)
+        _summarise(shards, indexes, options, as_json, quiet)
 
 
 def _check(options: dict[str, Any]) -> None:
     from qie.errors import UsageError
 
-    chosen = [f"--{name}" for name in ("verify", "compact", "plan") if options[name]]
+    chosen = [f"--{name}" for name in ("verify", "compact", "html", "plan") if options[name] not in (None, False)]
     if options["source"]:
         if chosen:
             raise UsageError(f"--explain excludes {chosen[0]}", hint="run one after the other")
@@ -68,22 +79,32 @@ def _check(options: dict[str, Any]) -> None:
         raise UsageError(f"--plan excludes {chosen[0]}", hint="run one after the other")
     if not options["plan"] and (options["batch_size"], options["world"]) != (1, 1):
         raise UsageError("--batch-size and --world are for --plan")
+    if options["html"] is None and (options["vae"] is not None or options["gallery"] != GALLERY):
+        raise UsageError("--vae and --gallery are for --html", hint="name the page with --html FILE")
 
 
-def _summarise(indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool) -> None:
+def _summarise(
+    shards: Sequence[str], indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool
+) -> None:
+    from qie.cli.page import Page
     from qie.stats import summarise
 
+    page = Page(shards, options, quiet or as_json) if options["html"] is not None else None
     gc.freeze()  # or the collector would go through all that was imported again and again while indexes come and go
     verify = options["verify"]
     quick = not verify and len(indexes) < 1000
     with Progress("verifying" if verify else "reading", len(indexes), "shards", quiet=quiet or quick) as progress:
         summary = summarise(indexes, verify=verify, progress=progress.at)
+    if page:
+        summary = page.write(indexes, summary)
     if options["compact"] and not summary.faults:
         _compact(indexes, quiet or as_json)
     if as_json:
         _print_json(summary.to_dict())
     else:
         _print(summary, verify)
+    if page and not quiet and not as_json:
+        click.echo(f"page      {page.path}")
     sys.exit(1 if summary.faults else 0)
 
 

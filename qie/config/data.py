@@ -103,6 +103,11 @@ class CacheConfig(Section):
         False, description="Rows with the same controls share their pass through Qwen2.5-VL; about 1e-6 from exact."
     )
     compile: bool = Field(False, description="Run the VAE through torch.compile.")
+    thumbnail_px: Annotated[int, Field(ge=16, le=512)] | None = Field(
+        None,
+        description="Longest side of a small picture of the target, stored with each sample for qie-stats --html; "
+        "null: none. 96 takes about 20 kB.",
+    )
     verify: Annotated[Literal["off", "first", "always"], word("off")] = Field(
         "first", description="When a record is checked against its hash: never, when first read, or always."
     )

@@ -88,7 +88,7 @@ class KeptSamples:
         small = {name: getattr(sample, name).clone() for name in masks}
         if sample.loss_mask is not None:
             small["loss_mask"] = sample.loss_mask.clone()
-        return replace(sample, **kept, **small)
+        return replace(sample, **kept, **small, thumbnail=None)
 
 
 def _copied(value: Any, device: torch.device) -> Any:

@@ -237,5 +237,6 @@ def _hold_out_equals(mask: np.ndarray, digests: np.ndarray) -> None:
     kept_out = {bytes(digest) for digest in digests[mask]}
     if kept_out:
         heads = np.ascontiguousarray(digests[:, :8]).view(np.uint64).ravel()
-        for position in np.flatnonzero(np.isin(heads, heads[mask]) & ~mask):
+        # "sort": the other way takes the difference of the largest and the smallest, which NumPy 2.0 lets overflow.
+        for position in np.flatnonzero(np.isin(heads, heads[mask], kind="sort") & ~mask):
             mask[position] = bytes(digests[position]) in kept_out

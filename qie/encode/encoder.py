@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 
 from qie.encode.fp16 import Stored, to_storage
-from qie.encode.images import MAX_IMAGE_PX, to_pixels
+from qie.encode.images import MAX_IMAGE_PX, to_pixels, to_thumbnail
 from qie.encode.memo import LATENTS_BYTES, SEEN_BYTES, Memo
 from qie.encode.options import EncoderOptions, make_recipe
-from qie.encode.rows import DecodedRow, decode_row, see
-from qie.encode.text import MAX_POSITIONS, Patches, PromptEmbeds, PromptEncoder, Seen, check_prompt
+from qie.encode.rows import DecodedRow, PreparedRow, decode_row, see
+from qie.encode.text import MAX_POSITIONS, PromptEmbeds, PromptEncoder, Seen, check_prompt
 from qie.encode.vae import VaeEncoder
 from qie.errors import QieError, RowError
 from qie.pretrained import Checkpoint
@@ -29,23 +29,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A row, decoded, checked and brought to the sizes that the models see: all that needs no weights."""
-
-    row: Row
-    prompt: str
-    target: torch.Tensor
-    controls: tuple[torch.Tensor, ...]
-    patches: Patches
-    loss_mask: torch.Tensor | None
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
 class _Latents:
     """A prepared row with its latents."""
 
-    prepared: _Prepared
+    prepared: PreparedRow
     target: Stored
     controls: tuple[Stored, ...]
 
@@ -164,19 +151,21 @@ class Encoder:
     def _count_tokens(self, row: DecodedRow) -> int:
         return self.text.count_tokens([control.text_size(self.recipe) for control in row.controls], row.prompt)
 
-    def _prepare(self, row: Row) -> _Prepared:
+    def _prepare(self, row: Row) -> PreparedRow:
         decoded = self._decode(row)
-        return _Prepared(
+        target, small = decoded.target.for_vae, self.recipe.thumbnail_size(decoded.shape)
+        return PreparedRow(
             row,
             decoded.prompt,
-            to_pixels(decoded.target.for_vae),
+            to_pixels(target),
             tuple(to_pixels(control.for_vae) for control in decoded.controls),
             self.text.patches([control.for_text(self.recipe) for control in decoded.controls]),
             decoded.loss_mask,
+            to_thumbnail(target, small) if small else None,
             decoded.notes,
         )
 
-    def _encode_images(self, rows: Sequence[_Prepared]) -> list[_Latents | RowError]:
+    def _encode_images(self, rows: Sequence[PreparedRow]) -> list[_Latents | RowError]:
         if len(rows) == 1:
             (row,) = rows
             targets = [self._latent(row.row.target_hash, row.row, row.target, "the target's latent")]
@@ -190,7 +179,7 @@ class Encoder:
             for row, target in zip(rows, targets, strict=True)
         ]
 
-    def _encode_controls(self, row: _Prepared, target: Stored) -> _Latents:
+    def _encode_controls(self, row: PreparedRow, target: Stored) -> _Latents:
         """A row's controls, each encoded alone: which rows have the same one changes nothing."""
         controls = []
         for digest, pixels in zip(row.row.control_hashes, row.controls, strict=True):
@@ -229,6 +218,7 @@ class Encoder:
             shared_prefix=prefix,
             loss_mask=prepared.loss_mask,
             clipped=sum(part.clipped for part in (row.target, *row.controls, prompt, empty_tail)),
+            thumbnail=prepared.thumbnail,
             notes=prepared.notes,
         )
 
@@ -254,7 +244,7 @@ class Encoder:
         return results
 
 
-def _each(work: Callable[[Row], _Prepared], rows: Sequence[Row]) -> list[_Prepared | RowError]:
+def _each(work: Callable[[Row], PreparedRow], rows: Sequence[Row]) -> list[PreparedRow | RowError]:
     return [_attempt(work, row) for row in rows]
 
 

@@ -198,6 +198,11 @@ def to_pixels(image: Image.Image) -> torch.Tensor:
     return 2.0 * torch.from_numpy(unit.transpose(2, 0, 1)[None]) - 1.0
 
 
+def to_thumbnail(image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
+    """[h, w, 3] uint8: an image made small. `size` is height and width."""
+    return torch.from_numpy(np.array(image.resize((size[1], size[0]), Image.Resampling.LANCZOS)))
+
+
 def require_proportions(mask: Image.Image, image: Size) -> None:
     """Raise RowError when a mask has other proportions than its image, by more than a pixel."""
     if abs(mask.width * image[1] - mask.height * image[0]) > max(*mask.size, *image):

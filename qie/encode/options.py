@@ -25,6 +25,7 @@ class EncoderOptions:
         continued: prompts continue on a pass over the images alone; see `PromptEncoder.encode`.
         batch_size: rows that are encoded together.
         compiled: the VAE runs through torch.compile.
+        thumbnail_px: longest side of the picture that is stored with a sample; None for no picture.
         max_image_px: larger images are refused; not part of the recipe, since it changes no tensor.
     """
 
@@ -37,6 +38,7 @@ class EncoderOptions:
     continued: bool = False
     batch_size: int = 1
     compiled: bool = False
+    thumbnail_px: int | None = None
     max_image_px: int = MAX_IMAGE_PX
 
 
@@ -66,4 +68,5 @@ def make_recipe(
         continued=options.continued,
         batch_size=options.batch_size,
         compiled=options.compiled,
+        thumbnail_px=options.thumbnail_px,
     )

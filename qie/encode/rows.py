@@ -17,7 +17,7 @@ from qie.encode.images import (
     to_loss_mask,
 )
 from qie.encode.sizes import Size, View, choose_view, fit_size
-from qie.encode.text import check_prompt
+from qie.encode.text import Patches, check_prompt
 from qie.errors import RowError
 from qie.recipe import FAMILIES, Recipe, normal_prompt
 from qie.types import Row, Shape
@@ -64,6 +64,20 @@ class DecodedRow:
     @property
     def shape(self) -> Shape:
         return Shape(self.target.latent_size, tuple(control.latent_size for control in self.controls))
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRow:
+    """A row, decoded, checked and brought to the sizes that the models see: all that needs no weights."""
+
+    row: Row
+    prompt: str
+    target: torch.Tensor
+    controls: tuple[torch.Tensor, ...]
+    patches: Patches
+    loss_mask: torch.Tensor | None
+    thumbnail: torch.Tensor | None
+    notes: tuple[str, ...]
 
 
 def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:

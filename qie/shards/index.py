@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from qie.errors import ShardError
-from qie.recipe import Recipe, canonical_json, normal_prompt
+from qie.recipe import LATER, Recipe, canonical_json, normal_prompt
 from qie.shards.record import FORMAT_VERSION, Whole, tensor_bytes
 from qie.stores import File, MissingError
 from qie.types import Row, Sample, Shape
@@ -206,7 +206,9 @@ def _parse(values: dict[str, Any]) -> ShardIndex:
     if version != FORMAT_VERSION:
         raise ValueError(f"format version {version}, expected {FORMAT_VERSION}")
     digest = values["recipe"].pop("digest")
-    odd = values["recipe"].keys() ^ {field.name for field in fields(Recipe)}
+    known = {field.name for field in fields(Recipe)}
+    odd = {name for name in values["recipe"].keys() ^ known if name in values["recipe"] or name not in LATER}
+    odd |= {name for name in LATER if values["recipe"].get(name, 0) is None}  # it would have no place in the digest
     if odd:
         raise ValueError(f"fields of the recipe are missing or unknown: {', '.join(sorted(odd))}")
     index = _INDEX.validate_python(values)

@@ -31,7 +31,7 @@ _REQUIRED = {
     "empty_prompt_embed": ("F16", 2),
     "empty_prompt_embeds_mask": ("BOOL", 1),
 }
-_OPTIONAL = {"loss_mask": ("U8", 2)}
+_OPTIONAL = {"loss_mask": ("U8", 2), "thumbnail": ("U8", 3)}
 
 Whole = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
 
@@ -75,9 +75,8 @@ def encode(sample: Sample, recipe_digest: str) -> bytes:
         "prompt_embeds_mask": sample.prompt_embeds_mask,
         "empty_prompt_embed": sample.empty_tail,
         "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask,
+        **_optional(sample),
     }
-    if sample.loss_mask is not None:
-        tensors["loss_mask"] = sample.loss_mask
     about = {
         "clipped": sample.clipped,
         "control_shapes": [list(latent.shape) for latent in sample.control_latent],
@@ -129,6 +128,7 @@ def decode(record: memoryview, where: str) -> Sample:
         shared_prefix=about.shared_prefix,
         loss_mask=tensors.get("loss_mask"),
         clipped=about.clipped,
+        thumbnail=tensors.get("thumbnail"),
     )
 
 
@@ -142,7 +142,13 @@ def tensor_bytes(sample: Sample) -> dict[str, int]:
         "empty_prompt_embed": sample.empty_tail.nbytes,
         "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask.nbytes,
     }
-    return stored if sample.loss_mask is None else stored | {"loss_mask": sample.loss_mask.nbytes}
+    return stored | {name: tensor.nbytes for name, tensor in _optional(sample).items()}
+
+
+def _optional(sample: Sample) -> dict[str, torch.Tensor]:
+    """Of the tensors that not every sample has, those that this one has."""
+    found = {"loss_mask": sample.loss_mask, "thumbnail": sample.thumbnail}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _split(record: memoryview, where: str) -> tuple[dict[str, Any], memoryview]:
@@ -242,6 +248,8 @@ def _check(tensors: dict[str, torch.Tensor], about: _About, where: str) -> None:
             raise ShardError(
                 f"{name} has another size than what it masks", where=where, expected=list(size), found=found
             )
+    if "thumbnail" in tensors and tensors["thumbnail"].shape[2] != 3:
+        raise ShardError("thumbnail is no RGB image", where=where, found=list(tensors["thumbnail"].shape))
 
 
 def _controls(stored: torch.Tensor, shapes: Sequence[tuple[int, ...]], where: str) -> tuple[torch.Tensor, ...]:

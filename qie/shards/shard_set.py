@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -114,9 +115,9 @@ class ShardSet:
 
     def fetch(self, position: int) -> Sample:
         """The same, for training: once it was loaded, its tensors are taken from where the index says that they are,
-        without parsing its header, so it has no prompt."""
+        without parsing its header, so it has no prompt; nor has it a thumbnail."""
         if not self._seen[position]:
-            return self.load(position)
+            return replace(self.load(position), thumbnail=None)
         tar, start, stop = self._place(position)
         where = f"{tar.file}, {self.table.key(position)}, at {start}"
         record = self._record(position, tar, start, stop, where, check=self.verify == "always")
@@ -151,12 +152,14 @@ class ShardSet:
         tokens, empty_tokens = int(table.tokens[position]), int(table.empty_tokens[position])
         prefix, width = int(table.prefixes[position]), int(table.widths[position])
         height, breadth = shape.target
+        thumbnail = self.recipe.thumbnail_size(shape)
         sizes = [
             sum(PIXEL_BYTES * h * w for h, w in shape.controls),
             2 * (empty_tokens - prefix) * width,
             PIXEL_BYTES * height * breadth,
             2 * tokens * width,
             height * breadth * int(table.masked[position]),
+            3 * thumbnail[0] * thumbnail[1] if thumbnail else 0,
             empty_tokens,
             tokens,
         ]
@@ -179,9 +182,9 @@ class ShardSet:
             pixel_latent=torch.frombuffer(parts[2], dtype=half).view(-1, 1, height, breadth),
             control_latent=tuple(controls),
             prompt_embed=torch.frombuffer(parts[3], dtype=half).view(tokens, width),
-            prompt_embeds_mask=torch.frombuffer(parts[6], dtype=bits),
+            prompt_embeds_mask=torch.frombuffer(parts[7], dtype=bits),
             empty_tail=tail.view(-1, width),
-            empty_prompt_embeds_mask=torch.frombuffer(parts[5], dtype=bits),
+            empty_prompt_embeds_mask=torch.frombuffer(parts[6], dtype=bits),
             shared_prefix=prefix,
             loss_mask=torch.frombuffer(parts[4], dtype=torch.uint8).view(height, breadth) if sizes[4] else None,
         )

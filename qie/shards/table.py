@@ -124,7 +124,7 @@ class Table:
         tokens = np.array([entry.tokens for entry in index.samples], np.int64)
         empty_tokens = np.array([entry.empty_tokens for entry in index.samples], np.int64)
         widths, prefixes = _widths_and_prefixes(index.samples, tokens, empty_tokens, where)
-        _require_sizes(index.samples, members, where)
+        _require_sizes(index, members, where)
         return cls(
             keys=_digests([entry.key for entry in index.samples], where),
             hashes=_digests([member.sha256 for member in members], where),
@@ -183,10 +183,11 @@ def _widths_and_prefixes(
     return widths, prefixes
 
 
-def _require_sizes(entries: Sequence[Entry], members: Sequence[Member], where: object) -> None:
+def _require_sizes(index: ShardIndex, members: Sequence[Member], where: object) -> None:
     """Raise ShardError unless every tensor is as large as shape and lengths say, and the record holds them all."""
-    for entry, member in zip(entries, members, strict=True):
+    for entry, member in zip(index.samples, members, strict=True):
         sizes, (height, width) = entry.tensor_bytes, entry.shape.target
+        thumbnail = index.recipe.thumbnail_size(entry.shape) or (0, 0)
         expected = {
             "pixel_latent": PIXEL_BYTES * height * width,
             "control_latent": PIXEL_BYTES * sum(h * w for h, w in entry.shape.controls),
@@ -194,6 +195,7 @@ def _require_sizes(entries: Sequence[Entry], members: Sequence[Member], where: o
             "empty_prompt_embeds_mask": entry.empty_tokens,
         }
         fitting = all(sizes.get(name) == size for name, size in expected.items())
+        fitting &= sizes.get("thumbnail", 0) == 3 * thumbnail[0] * thumbnail[1]
         if not fitting or sizes.get("loss_mask", 0) not in (0, height * width) or member.size < sum(sizes.values()) + 8:
             raise _unfitting(entry, where)
 

@@ -2,6 +2,7 @@
 
 from qie.stats.explain import Explanation, explain_rows
 from qie.stats.planning import EpochPlan, plan_shards
-from qie.stats.summary import Summary, summarise
+from qie.stats.reading import summarise
+from qie.stats.summary import Coverage, Summary
 
-__all__ = ["EpochPlan", "Explanation", "Summary", "explain_rows", "plan_shards", "summarise"]
+__all__ = ["Coverage", "EpochPlan", "Explanation", "Summary", "explain_rows", "plan_shards", "summarise"]

@@ -17,7 +17,7 @@ LAYERS = [
     ["data", "encode"],
     ["precompute", "training"],
     ["predict", "stats"],
-    ["opening"],
+    ["opening", "report"],
     ["legacy"],
     ["cli"],
 ]
@@ -86,7 +86,7 @@ def test_only_cli_knows_click_and_no_command_imports_anything_heavy_before_it_ru
 
 def test_training_and_data_never_import_encoders() -> None:
     for name, path in modules():
-        if package(name) in ("data", "training", "shards", "stats", "precompute"):
+        if package(name) in ("data", "training", "shards", "stats", "precompute", "report"):
             assert not any(imported.startswith("qie.encode") for imported, _ in imports(path)), name
 
 

@@ -202,6 +202,10 @@ def test_losses_of_a_run_with_samples_are_those_of_the_run_without(config, check
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["bf16 base", "float32 weights"])
 def test_mixed_precision_paints_nearly_the_same(config, checkpoint, weights: torch.dtype) -> None:
+    kinds = torch.float32, torch.bfloat16
+    one, other = (torch.randn(64, dtype=kind, generator=torch.Generator().manual_seed(0)) for kind in kinds)
+    if not torch.allclose(one, other.float(), atol=0.1):
+        pytest.skip(f"torch {torch.__version__} draws other noise in bfloat16")
     exact = open_samples(config, CPU)(adapted(checkpoint))
     mixed = config.model_copy(update={"train": config.train.model_copy(update={"mixed_precision": "bf16"})})
     images = open_samples(mixed, CPU)(adapted(checkpoint, weights))

@@ -1,0 +1,124 @@
+"""Drawings as inline SVG. Colours come from the page's stylesheet by class, so that they fit light, dark and paper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qie.report.markup import Html, tag
+
+WIDTH, HEIGHT = 360, 220
+LEFT, RIGHT, TOP, BOTTOM = 52, 18, 10, 44
+
+Bin = tuple[float, float, int]
+"""From, below, count."""
+
+
+@dataclass(frozen=True)
+class _Plot:
+    """Numbers to places: x from `left` to `right` and y from `bottom` to `top` fill the drawing within its margins."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.left) / (self.right - self.left) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return TOP + (self.top - value) / (self.top - self.bottom) * (HEIGHT - TOP - BOTTOM)
+
+    def across(self, value: float, kind: str) -> Html:
+        return tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=self.y(value), y2=self.y(value), class_=kind)
+
+
+def histogram(
+    bins: Sequence[Bin], label: str, x_name: str, y_name: str, *, curve: Sequence[float] = (), whole: bool = False
+) -> Html:
+    """Bars over an axis of numbers.
+
+    Args:
+        bins: in order, without gaps.
+        label: what the drawing shows, for those who do not see it.
+        x_name, y_name: of the axes.
+        curve: for each bin a count to compare with, as a dashed line.
+        whole: the numbers are whole; each has a place as wide as its own bin.
+    """
+    ticks = _ticks(0, max([count for _, _, count in bins] + [1]))
+    plot = _Plot(bins[0][0], bins[-1][1], 0, ticks[-1])
+    parts = [*_grid(plot, ticks), *_x_ticks(plot, 0.5 if whole else 0.0)]
+    for start, stop, count in bins:
+        x, width = plot.x(start), plot.x(stop) - plot.x(start)
+        last = stop - 1 if whole else stop
+        name = f"{start:,}" if start == last else f"{_plain(start)} to {_plain(last)}"
+        words = tag("title", f"{name}: {count:,} {y_name}")
+        bar = {"x": x + 0.5, "y": plot.y(count), "width": max(width - 1, 0.5), "height": plot.y(0) - plot.y(count)}
+        parts.append(tag("rect", words, class_="bar", **bar))
+    if curve:
+        places = zip(bins, curve, strict=True)
+        points = [f"{plot.x((bin_[0] + bin_[1]) / 2):.1f},{plot.y(min(count, plot.top)):.1f}" for bin_, count in places]
+        parts.append(tag("polyline", points=" ".join(points), class_="curve"))
+    return _drawing(label, parts, x_name, y_name)
+
+
+def whiskers(means: Sequence[float], deviations: Sequence[float], label: str, x_name: str, y_name: str) -> Html:
+    """For each number from 0, a mean and the deviation on both sides of it; dashed lines at 1 and -1 to compare."""
+    pairs = list(zip(means, deviations, strict=True))
+    ticks = _ticks(-max(1.0, *(d - m for m, d in pairs)), max(1.0, *(m + d for m, d in pairs)))
+    plot = _Plot(-0.5, len(means) - 0.5, ticks[0], ticks[-1])
+    parts = [*_grid(plot, ticks), plot.across(1, "curve"), plot.across(-1, "curve"), plot.across(0, "axis")]
+    for number, (mean, deviation) in enumerate(pairs):
+        x = plot.x(number)
+        words = tag("title", f"channel {number}: mean {mean:.3f}, deviation {deviation:.3f}")
+        line = tag("line", x1=x, x2=x, y1=plot.y(mean + deviation), y2=plot.y(mean - deviation), class_="whisker")
+        dot = tag("circle", cx=x, cy=plot.y(mean), r=3.5, class_="dot")
+        parts += [tag("g", words, line, dot), _number(str(number), x, HEIGHT - BOTTOM + 15)]
+    return _drawing(label, parts, x_name, y_name)
+
+
+def part_bar(part: float) -> Html:
+    """A bar as long as a part of 1, for the cell of a table that says the number, too."""
+    bar = tag("rect", class_="bar", width=max(min(part, 1.0), 0.0) * 100, height=10)
+    return tag("svg", bar, class_="part", viewBox="0 0 100 10", preserveAspectRatio="none", aria_hidden="true")
+
+
+def _drawing(label: str, parts: Sequence[Html], x_name: str, y_name: str) -> Html:
+    x, y = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
+    under = tag("text", x_name, x=x, y=HEIGHT - 8, text_anchor="middle", class_="name")
+    beside = tag("text", y_name, transform=f"translate(11 {y:.0f}) rotate(-90)", text_anchor="middle", class_="name")
+    view = f"0 0 {WIDTH} {HEIGHT}"
+    return tag("svg", *parts, under, beside, viewBox=view, role="img", aria_label=label, class_="chart")
+
+
+def _grid(plot: _Plot, ticks: Sequence[float]) -> list[Html]:
+    numbers = [_number(_plain(value), LEFT - 6, plot.y(value) + 4, "end") for value in ticks]
+    return [*(plot.across(value, "grid") for value in ticks), *numbers]
+
+
+def _x_ticks(plot: _Plot, shift: float) -> list[Html]:
+    values = [value for value in _ticks(plot.left, plot.right) if plot.left <= value + shift <= plot.right]
+    return [_number(_plain(value), plot.x(value + shift), HEIGHT - BOTTOM + 15) for value in values]
+
+
+def _number(text: str, x: float, y: float, anchor: str = "middle") -> Html:
+    return tag("text", text, x=x, y=y, text_anchor=anchor)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five round numbers that reach from `low` or below it to `high` or above it."""
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= rough * 0.999)
+    if low == math.floor(low) and high == math.floor(high):  # between whole numbers there are none
+        step = max(step, 1.0)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(number * step, 10) for number in range(first, last + 1)]
+
+
+def _plain(value: float) -> str:
+    """1200000 -> '1.2M', 0.25 -> '0.25'."""
+    sizes = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
+    by, letter = next((by, letter) for least, by, letter in sizes if abs(value) >= least)
+    return f"{value / by:.4g}{letter}".replace("-", "−")

@@ -1,0 +1,148 @@
+"""Looking into a bounded number of records, spread over all shards: what the indexes do not say."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from PIL import Image
+
+from qie.errors import QieError, ShardError
+from qie.report.latents import CHANNELS, LatentCounts, LatentStatistics
+from qie.report.pictures import Picture
+from qie.shards.index import Entry
+from qie.shards.reader import Shard, checked_sample
+from qie.shards.storage import rows_of
+from qie.stats.summary import Summary, one_line
+from qie.stores import File
+
+LOOKED_AT = 64
+"""Records that are read, unless a larger gallery is asked for."""
+
+Decode = Callable[[torch.Tensor], Image.Image]
+"""From a latent as it is stored, [C, 1, H, W], to the picture that it is of."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A sample of the gallery.
+
+    Attributes:
+        entry: what its index says.
+        prompt: as it was encoded.
+        picture: of its target; None where there is no thumbnail and nothing that decodes latents.
+    """
+
+    entry: Entry
+    prompt: str
+    picture: Picture | None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What some records hold.
+
+    Attributes:
+        latents: of all that could be read; None if none could.
+        cards: of some of them.
+        faults: records that are damaged, a line each.
+    """
+
+    latents: LatentStatistics | None
+    cards: list[Card]
+    faults: list[str]
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """What is kept of a record: not the large part of it."""
+
+    entry: Entry
+    prompt: str
+    latent: torch.Tensor
+    thumbnail: torch.Tensor | None
+
+
+def look_at(
+    indexes: Sequence[File],
+    summary: Summary,
+    *,
+    gallery: int,
+    decode: Decode | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+) -> Look:
+    """Read `LOOKED_AT` records, or `gallery` if that is more: of the same shards the same ones each time.
+
+    Args:
+        indexes: of the shards.
+        summary: of the same shards; one that is known to have a fault is blamed no second time.
+        gallery: how many samples become cards.
+        decode: makes the picture of a sample without a thumbnail.
+        progress: called with the number of records read and latents decoded.
+    """
+    counts, seen, faults, done = LatentCounts(), list[_Seen](), list[str](), 0
+    for file, read in _read(indexes, max(gallery, LOOKED_AT)):
+        progress(done := done + 1)
+        if isinstance(read, _Seen):
+            counts.add(read.latent)
+            seen.append(read)
+        elif not _is_blamed(file, summary):
+            faults.append(one_line(read))
+    cards = []
+    for one in (seen[place] for place in spread(gallery, len(seen))):
+        cards.append(Card(one.entry, one.prompt, _picture(one, decode)))
+        progress(done := done + 1)
+    return Look(counts.statistics(), cards, faults)
+
+
+def spread(count: int, among: int) -> list[int]:
+    """`count` of the numbers below `among`, evenly spread; all of them if there are no more."""
+    count = min(count, among)
+    return [(2 * number + 1) * among // (2 * count) for number in range(count)]
+
+
+def _read(indexes: Sequence[File], count: int) -> Iterator[tuple[File, _Seen | QieError]]:
+    """From each shard as many as its rows are due, or what is wrong with it, or with one of them."""
+    stops = list(accumulate(stop - start for start, stop in map(rows_of, indexes)))
+    due = Counter(bisect_right(stops, row) for row in spread(count, stops[-1]))
+    for place, wanted in sorted(due.items()):
+        file = indexes[place]
+        try:
+            shard = Shard(file)
+        except QieError as error:
+            yield file, error
+            continue
+        for number in spread(wanted, len(shard.index.samples)):
+            yield file, _attempt(shard, shard.index.samples[number])
+
+
+def _attempt(shard: Shard, entry: Entry) -> _Seen | QieError:
+    where = f"{shard.file}, {entry.key}"
+    try:
+        # A copy of the record, since the larger part of it is to be forgotten again; torch wants one that is writable.
+        record = memoryview(bytearray(shard.verified_record(entry)))
+        sample = checked_sample(record, entry.key, entry.shape, where)
+        if len(sample.pixel_latent) != CHANNELS or not torch.isfinite(sample.pixel_latent).all():
+            raise ShardError("a latent has another number of channels, or holds NaN or infinity", where=where)
+    except QieError as error:
+        return error
+    thumbnail = None if sample.thumbnail is None else sample.thumbnail.clone()
+    return _Seen(entry, sample.prompt, sample.pixel_latent.clone(), thumbnail)
+
+
+def _is_blamed(file: File, summary: Summary) -> bool:
+    start, _ = rows_of(file)
+    return any(
+        part.folder == file.folder.url and any(first <= start < stop for first, stop in part.faulty)
+        for part in summary.coverage
+    )
+
+
+def _picture(seen: _Seen, decode: Decode | None) -> Picture | None:
+    if seen.thumbnail is not None:
+        return Picture.of_thumbnail(seen.thumbnail)
+    return None if decode is None else Picture.of(decode(seen.latent))

@@ -1,0 +1,89 @@
+"""The page: one file that needs no other, shows the summary of table and JSON, and asks no network for anything."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from qie.errors import UsageError
+from qie.paths import local_path
+from qie.report import samples, sections
+from qie.report.looking import Look
+from qie.report.markup import Html, tag
+from qie.stats import Summary
+from qie.stores import LocalFolder
+
+ENDINGS = (".html", ".htm")
+
+
+def render(
+    summary: Summary, look: Look, places: Sequence[str], *, verified: bool = False, other_vae: bool = False
+) -> str:
+    """The page. Equal arguments give equal text.
+
+    Args:
+        summary: of the shards, with all faults that are to be told.
+        look: what some of their records hold.
+        places: the shards, as they were asked for.
+        verified: every shard was rehashed.
+        other_vae: pictures were decoded by another VAE than the recipe names.
+    """
+    style, script = (Html(files("qie.report").joinpath(name).read_text("utf-8")) for name in ("page.css", "page.js"))
+    looked_at = look.latents.samples if look.latents else 0
+    parts = (
+        sections.faults(summary),
+        sections.coverage(summary),
+        sections.section(
+            "distributions",
+            tag("div", samples.lengths(summary), samples.latents(look.latents), class_="trio"),
+            sections.sizes(summary),
+        ),
+        samples.gallery(look, summary, other_vae),
+        sections.skipped(summary),
+        sections.recipes(summary),
+    )
+    head = (
+        tag("meta", charset="utf-8"),
+        # Nothing is fetched, no script runs but the page's own: not even if something of a shard were taken for markup.
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", f"{summary.samples:,} samples in {summary.shards:,} shards"),
+        tag("link", rel="icon", href="data:,"),
+        tag("style", style),
+    )
+    body = (
+        sections.header(summary, places, verified=verified, looked_at=looked_at),
+        tag("main", *parts),
+        tag("footer", "Written by qie-stats --html."),
+        tag("script", script),
+    )
+    return f"<!DOCTYPE html>\n{tag('html', tag('head', *head), tag('body', *body), lang='en')}\n"
+
+
+def check_place(place: str) -> Path:
+    """Where a page is to be written. Raises UsageError when none can be: to be asked before the work, not after it."""
+    path = local_path(place)
+    if path.suffix.lower() not in ENDINGS:  # or a pattern that the shell expanded could name a shard
+        raise UsageError("--html names no page", where=place, expected="a file that ends in .html")
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError("nothing can be written there", where=place, expected="a file in a folder that exists")
+    LocalFolder(path.parent).path(path.name)
+    return path
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page whole or not at all. Raises StoreError when it cannot be written."""
+    LocalFolder(path.parent).write(path.name, page.encode())
+
+
+def _policy(style: str, script: str) -> str:
+    def digest(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    allowed = {"style-src": digest(style), "script-src": digest(script), "img-src": "data:"}
+    fixed = "default-src 'none'; base-uri 'none'; form-action 'none'"
+    return "; ".join([fixed, *(f"{name} {source}" for name, source in allowed.items())])

@@ -1,0 +1,245 @@
+"""Thumbnails are for people: stored with samples if the recipe says so, as the format says, and never trained on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from qie.config import Config
+from qie.data import open_stream
+from qie.data.sources import open_source
+from qie.encode import Encoder
+from qie.encode.images import to_thumbnail
+from qie.errors import ShardError
+from qie.opening import encoder_options
+from qie.precompute import precompute
+from qie.shards.compact import read_compact, write_compact
+from qie.shards.index import ShardIndex, read_index
+from qie.shards.parts import compacted
+from qie.shards.reader import Shard
+from qie.shards.record import decode, encode, tensor_bytes
+from qie.shards.shard_set import ShardSet
+from qie.stores import File, open_folder
+from qie.types import Shape
+from tests.builders import RECIPE, assert_same, join_record, make_recipe, make_sample, split_record, write_shard
+from tests.conftest import ROOT
+from tests.contracts.test_equivalence import assert_live_equals_cached
+
+SMALL = make_recipe(thumbnail_px=24)
+DIGEST_BEFORE = "a2261c04bfd135c3"
+"""Of `RECIPE`, when recipes had no thumbnail_px."""
+
+
+def edited(folder: Path, **recipe: object) -> Path:
+    """The index of a shard after a change to its recipe."""
+    write_shard(folder, [make_sample(0)])
+    path = folder / "00000000-00000001.json"
+    values = json.loads(path.read_text())
+    values["recipe"] |= recipe
+    path.write_text(json.dumps(values))
+    return path
+
+
+# The recipe
+
+
+def test_a_recipe_without_thumbnails_has_the_digest_and_the_json_that_it_always_had() -> None:
+    assert RECIPE.digest == DIGEST_BEFORE
+    assert "thumbnail_px" not in RECIPE.to_dict()
+
+
+def test_an_index_keeps_a_recipe_with_and_without_thumbnails(tmp_path: Path) -> None:
+    for recipe in (RECIPE, SMALL):
+        index = write_shard(tmp_path / recipe.digest, [make_sample(0, recipe=recipe)], recipe=recipe)
+        assert read_index(tmp_path / recipe.digest / "00000000-00000001.json") == index
+        assert ("thumbnail_px" in index.to_json()) == (recipe is SMALL)
+
+
+def test_a_thumbnail_px_of_null_in_an_index_is_refused_since_it_has_no_place_in_the_digest(tmp_path: Path) -> None:
+    with pytest.raises(ShardError) as error:
+        read_index(edited(tmp_path, thumbnail_px=None))
+    assert error.value.found == "ValueError: fields of the recipe are missing or unknown: thumbnail_px"
+
+
+def test_other_thumbnails_are_another_recipe_that_says_in_what(tmp_path: Path) -> None:
+    assert RECIPE.explain(SMALL) == ["thumbnail_px: None here, 24 there"]
+    with pytest.raises(ShardError) as error:
+        read_index(edited(tmp_path, thumbnail_px=24))
+    assert "the recipe's digest is" in str(error.value.found)
+
+
+def test_the_setting_reaches_the_recipes_options() -> None:
+    base = {"model": {"pretrained_model_name_or_path": "m"}}
+    assert encoder_options(Config.model_validate(base)).thumbnail_px is None
+    assert encoder_options(Config.model_validate(base | {"cache": {"thumbnail_px": 96}})).thumbnail_px == 96
+
+
+@pytest.mark.parametrize("value", [0, 15, 513, -96, "small", 96.5, True])
+def test_a_setting_out_of_bounds_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="thumbnail_px"):
+        Config.model_validate({"model": {"pretrained_model_name_or_path": "m"}, "cache": {"thumbnail_px": value}})
+
+
+@pytest.mark.parametrize(
+    ("target", "size"),
+    [
+        ((4, 6), (16, 24)),
+        ((6, 4), (24, 16)),
+        ((5, 9), (13, 24)),
+        ((2, 2), (16, 16)),
+        ((2, 3), (16, 24)),
+        ((1, 16), (2, 24)),
+        ((1, 200), (1, 24)),
+        ((0, 0), (1, 1)),
+    ],
+)
+def test_a_thumbnail_has_the_targets_proportions_and_is_never_larger(
+    target: tuple[int, int], size: tuple[int, int]
+) -> None:
+    assert SMALL.thumbnail_size(Shape(target, ())) == size
+    assert RECIPE.thumbnail_size(Shape(target, ())) is None
+
+
+# The record
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["without mask", "with mask"])
+def test_a_thumbnail_survives_its_record(masked: bool) -> None:
+    sample = make_sample(1, masked=masked, recipe=SMALL)
+    record = encode(sample, SMALL.digest)
+    assert sample.thumbnail is not None and tensor_bytes(sample)["thumbnail"] == 16 * 24 * 3
+    assert_same(decode(memoryview(bytearray(record)), "here"), sample)
+    assert encode(sample, SMALL.digest) == record
+
+
+def test_a_thumbnail_without_colours_is_refused() -> None:
+    header, about, body = split_record(encode(make_sample(1, recipe=SMALL), SMALL.digest))
+    header["thumbnail"]["shape"] = [16, 36, 2]
+    with pytest.raises(ShardError, match="thumbnail is no RGB image"):
+        decode(memoryview(bytearray(join_record(header, about, body))), "here")
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["without mask", "with mask"])
+def test_what_is_fetched_for_training_has_no_thumbnail_and_is_the_same_otherwise(tmp_path: Path, masked: bool) -> None:
+    samples = [make_sample(n, masked=masked, recipe=SMALL) for n in range(2)]
+    write_shard(tmp_path, samples, recipe=SMALL)
+    shards = ShardSet.open([tmp_path])
+    for _ in range(2):
+        for position, sample in enumerate(samples):
+            assert_same(replace(shards.fetch(position), prompt=sample.prompt), replace(sample, thumbnail=None))
+    assert_same(shards.load(0), samples[0])
+
+
+def test_a_compacted_index_reads_them_too(tmp_path: Path) -> None:
+    samples = [make_sample(n, recipe=SMALL) for n in range(2)]
+    write_shard(tmp_path, samples, recipe=SMALL)
+    folder = open_folder(tmp_path)
+    write_compact(folder, compacted(folder))
+    found = read_compact(folder)
+    assert found is not None and found.recipe == SMALL
+    assert_same(ShardSet.open([tmp_path]).load(1), samples[1])
+
+
+@pytest.mark.parametrize("given", ["too many", "too few"])
+def test_a_shard_that_has_thumbnails_where_its_recipe_has_none_or_the_reverse_is_refused(
+    tmp_path: Path, given: str
+) -> None:
+    of, said = (SMALL, RECIPE) if given == "too many" else (RECIPE, SMALL)
+    write_shard(tmp_path, [make_sample(0, recipe=of)], recipe=said)
+    with pytest.raises(ShardError, match="sizes that do not fit each other"):
+        ShardSet.open([tmp_path])
+
+
+def test_the_reader_of_the_standard_library_knows_them(tmp_path: Path) -> None:
+    sample = make_sample(0, target=(5, 9), recipe=SMALL)
+    write_shard(tmp_path, [sample], recipe=SMALL)
+    tool, tar = ROOT / "tools" / "read_shard.py", tmp_path / "00000000-00000001.tar"
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, tool, tar, *map(str, arguments)], capture_output=True, text=True)
+
+    shown = run(sample.key).stdout
+    assert run().returncode == 0, run().stderr
+    (line,) = [line for line in shown.splitlines() if line.startswith("thumbnail")]
+    assert "[13, 24, 3]" in line and "U8" in line
+    index = read_index(tmp_path / "00000000-00000001.json")
+    _republish(index, tar.with_suffix(".json"))
+    assert "thumbnail" in run().stderr and run().returncode == 1
+
+
+def _republish(index: ShardIndex, path: Path) -> None:
+    """The index with a recipe that asks for smaller ones, and its right digest."""
+    path.write_text(replace(index, recipe=make_recipe(thumbnail_px=16)).to_json())
+
+
+# The encoder
+
+
+@pytest.fixture(scope="module")
+def encoder_small(encoder: Encoder) -> Encoder:
+    """The tiny encoder, with thumbnails."""
+    recipe = replace(encoder.recipe, thumbnail_px=32)
+    cpu = torch.device("cpu")
+    return Encoder(encoder.checkpoint, recipe, cpu, cpu)
+
+
+def test_the_thumbnail_is_the_target_as_the_vae_sees_it_made_small(encoder_small: Encoder, photos: Path) -> None:
+    row = open_source(photos).read(0)
+    sample = encoder_small.encode(row)
+    assert sample.thumbnail is not None and sample.thumbnail.dtype == torch.uint8
+    assert tuple(sample.thumbnail.shape[:2]) == encoder_small.recipe.thumbnail_size(sample.shape)
+    with Image.open(photos / "training_images" / f"{row.name}.png") as image:
+        small = image.convert("RGB").resize(
+            (sample.thumbnail.shape[1], sample.thumbnail.shape[0]), Image.Resampling.BOX
+        )
+    assert np.abs(np.asarray(small, dtype=int) - sample.thumbnail.numpy()).mean() < 8
+
+
+def test_a_thumbnail_is_height_by_width() -> None:
+    image = Image.new("RGB", (64, 32))
+    image.paste((255, 0, 0), (0, 0, 32, 32))
+    small = to_thumbnail(image, (8, 16))
+    assert tuple(small.shape) == (8, 16, 3)
+    assert small[4, 2].tolist() == [255, 0, 0] and small[4, 13].tolist() == [0, 0, 0]
+
+
+def test_the_other_tensors_are_those_of_a_recipe_without(
+    encoder: Encoder, encoder_small: Encoder, photos: Path
+) -> None:
+    row = open_source(photos).read(0)
+    without, with_one = encoder.encode(row), encoder_small.encode(row)
+    assert with_one.key != without.key
+    assert_same(replace(with_one, key=without.key, thumbnail=None), without)
+
+
+def test_live_equals_cached_with_thumbnails_too(photos: Path, encoder_small: Encoder, tmp_path: Path) -> None:
+    assert_live_equals_cached(photos, encoder_small, tmp_path / "shards", batch_size=2)
+    (entry, *_) = Shard(File.at(tmp_path / "shards" / "00000000-00000005.json")).index.samples
+    assert entry.tensor_bytes["thumbnail"] > 0
+
+
+def test_a_second_run_encodes_nothing_and_the_bytes_are_equal(
+    photos: Path, encoder_small: Encoder, tmp_path: Path
+) -> None:
+    source = open_source(photos)
+    for folder in ("one", "two"):
+        precompute(source, encoder_small, tmp_path / folder, rows=(0, 4), shard_size=4)
+    again = precompute(source, encoder_small, tmp_path / "one", rows=(0, 4), shard_size=4)
+    assert (again.encoded, again.shards_kept) == (0, 1)
+    tars = [(tmp_path / folder / "00000000-00000004.tar").read_bytes() for folder in ("one", "two")]
+    assert tars[0] == tars[1]
+
+
+def test_batches_carry_none(photos: Path, encoder_small: Encoder, tmp_path: Path) -> None:
+    precompute(open_source(photos), encoder_small, tmp_path, rows=(0, 4), shard_size=4)
+    stream = open_stream(tmp_path, batch_size=1)
+    batch = next(stream.forever())
+    assert not [name for name in vars(batch) if "thumb" in name]

@@ -1,0 +1,398 @@
+"""Documentation that is true: links lead somewhere, every command, option and public name is described, figures of
+memory are what the estimator says, and messages are those that the code has. Offline; `make docs` builds the site.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import pkgutil
+import re
+import xml.etree.ElementTree as ElementTree
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import numpy as np
+import pytest
+import torch
+import yaml
+from diffusers import QwenImageTransformer2DModel
+
+import qie
+import qie.legacy
+from qie.config import Config, load_config
+from qie.training import budget
+from qie.training.lora import add_lora
+from qie.training.memory import estimate
+from tests.conftest import ROOT
+from tools import command_docs, site_files
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+CODE = re.compile(r"^( *)```.*?^\1```$|`[^`\n]+`|^ {4}[^\n]*$|<!--.*?-->", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@cache
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """Those of a page's headings, as GitHub and the site make them: lower case, no punctuation, blanks as hyphens."""
+    fences = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", fences.sub("", text_of(page)), re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings)
+
+
+def broken_links(page: Path) -> list[str]:
+    found = []
+    for target in LINK.findall(CODE.sub("", text_of(page))):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.is_file() or not file.is_relative_to(ROOT) or (anchor and anchor not in anchors(file)):
+            found.append(target)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_link_to_a_page_or_heading_that_is_not_there_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "b.md").write_text("# One heading, `two`\n")
+    (tmp_path / "a.md").write_text(
+        "# A\n[x](b.md) [x](b.md#one-heading-two) [x](#a) [x](c.md) [x](b.md#one) [x](#b)\n\n"
+        "    [x](d.md)\n`[x](e.md)`\n\n```sh\n[x](f.md)\n```\n[x](g.md)\n"
+    )
+    assert broken_links(tmp_path / "a.md") == ["c.md", "b.md#one", "#b", "g.md"]
+
+
+# The site.
+
+
+class _Loader(yaml.SafeLoader):
+    """Of mkdocs.yml, which names a function of Python; here it is not called."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+SITE = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+
+
+def navigated(entries: list[object]) -> list[str]:
+    return [
+        page
+        for entry in entries
+        for page in ([entry] if isinstance(entry, str) else navigated(next(iter(dict(entry).values()))))  # type: ignore[call-overload]
+    ]
+
+
+def test_every_page_is_in_the_navigation_once_and_the_navigation_names_no_other() -> None:
+    there = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    assert sorted(navigated(SITE["nav"])) == sorted([*there, *site_files.PAGES])
+
+
+def test_the_site_asks_no_other_host_and_whatever_is_broken_is_an_error() -> None:
+    assert SITE["theme"]["font"] is False
+    assert not {"extra_javascript", "extra_css"} & set(SITE)
+    assert set(SITE["validation"]["links"].values()) == {"warn"}
+    assert "mkdocs build --strict\n" in (ROOT / "Makefile").read_text(), "with --quiet, mkdocs counts no warnings"
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "moved"),
+    [
+        ("training.md", "../configs/edit_lora.yaml", "configs/edit_lora.yaml"),
+        ("guides/24gb.md", "../../configs/edit_full.yaml", "../configs/edit_full.yaml"),
+        ("guides/24gb.md", "../training.md#memory", "../training.md#memory"),
+        ("training.md", "../nowhere.yaml", "../nowhere.yaml"),
+        ("training.md", "stream.md", "stream.md"),
+        ("CHANGELOG.md", "docs/format.md", "format.md"),
+        ("CHANGELOG.md", "https://semver.org/", "https://semver.org/"),
+    ],
+)
+def test_links_out_of_the_docs_are_moved_into_the_site(page: str, link: str, moved: str) -> None:
+    assert site_files.relinked(f"see [it]({link}).", page) == f"see [it]({moved})."
+
+
+def test_brackets_of_a_docstring_are_no_reference() -> None:
+    loose = '<autoref identifier="?config=…" optional>@revision</autoref>'
+    kept = '<autoref identifier="qie.types.Row" optional>Row</autoref>'
+    assert site_files.on_page_content(f"name{loose} {kept}") == f"name[@revision][?config=…] {kept}"
+
+
+def test_the_diagram_is_whole_for_both_backgrounds_and_asks_no_other_host() -> None:
+    text = (DOCS / "data.svg").read_text(encoding="utf-8")
+    tree = ElementTree.fromstring(text)
+    assert tree.tag.endswith("svg") and "prefers-color-scheme: dark" in text
+    assert (
+        re.findall(r"(?:href|src|url)\s*[=(]\s*[\"']?(?!#)[^)\"']+", text.replace("http://www.w3.org/2000/svg", ""))
+        == []
+    )
+    assert {"qie-precompute", "qie-stats", "qie-train", "qie-predict"} <= {node.text for node in tree.iter()}
+
+
+# Commands, options, names.
+
+COMMANDS = DOCS / "commands.md"
+
+
+def test_the_page_of_commands_is_what_the_tool_writes() -> None:
+    assert command_docs.MARKER in text_of(COMMANDS)
+    assert command_docs.page(text_of(COMMANDS)) == text_of(COMMANDS), "run python tools/command_docs.py"
+
+
+def part_of(heading: str) -> str:
+    return text_of(COMMANDS).partition(f"\n{heading}\n")[2].partition("\n## ")[0].partition("\n### ")[0]
+
+
+@pytest.mark.parametrize("name", command_docs.COMMANDS)
+def test_every_option_of_a_command_is_described(name: str) -> None:
+    main, part = importlib.import_module(f"qie.cli.{name}").main, part_of(f"## qie-{name}")
+    options = [param for param in main.params if isinstance(param, click.Option)]
+    assert options
+    for option in options:
+        assert re.search(rf"^\| `{option.opts[-1]}[ `].*\| \S.+ \|$", part, re.MULTILINE), option.opts
+
+
+ELSEWHERE = {
+    "--gres": "sbatch",
+    "--signal": "sbatch",
+    "--strict": "mkdocs",
+    "--help": "any command",
+}
+"""Options within sentences that are neither a qie command's nor a script's -> whose they are."""
+
+
+def test_options_that_sentences_name_are_there() -> None:
+    known = set(ELSEWHERE)
+    for name in command_docs.COMMANDS:
+        known |= {option for param in importlib.import_module(f"qie.cli.{name}").main.params for option in param.opts}
+    for path in [*command_docs.tools(), *(ROOT / "benchmarks").glob("*.py")]:
+        known |= {names.split()[0] for names, _ in command_docs.tool_options(ast.parse(text_of(path)))}
+    for page in PAGES:
+        if page.name not in ("migration.md", "commands.md"):  # options of other programs; usage lines of tools
+            found = {
+                word
+                for code in re.findall(r"`([^`\n]+)`", text_of(page))
+                for word in re.findall(r"(?<!\S)--[a-z][\w-]*", code)
+            }
+            assert found <= known, page.name
+
+
+def test_every_command_of_the_package_has_a_section() -> None:
+    commands = {path.stem for path in (ROOT / "qie" / "cli").glob("*.py") if "@click.command" in path.read_text()}
+    assert commands == set(command_docs.COMMANDS)
+
+
+@pytest.mark.parametrize("path", command_docs.tools(), ids=lambda path: path.name)
+def test_every_option_of_a_tool_is_described(path: Path) -> None:
+    part = part_of(f"### {path.name}")
+    options = re.findall(r'add_argument\(\s*"(--[\w-]+)"', path.read_text(encoding="utf-8"))
+    assert part.strip() and all(f"`{option}" in part for option in options)
+
+
+def test_a_tool_s_options_are_read_without_running_it() -> None:
+    tree = ast.parse(
+        'KINDS = ("a", "b")\nparser.add_argument("place")\n'
+        'parser.add_argument("--kind", choices=KINDS, required=True)\n'
+        'parser.add_argument("--rows", default=3, help="so many (%(default)s)")\n'
+        'parser.add_argument("-q", help="none")\nparser.add_argument("--yes", action="store_true", help="a|b")\n'
+    )
+    assert list(command_docs.tool_options(tree)) == [
+        ("--kind [a|b]", "(required)"),
+        ("--rows ROWS", "so many (3)"),
+        ("--yes", "a|b"),
+    ]
+
+
+REFERENCE = re.findall(
+    r"^::: (qie[\w.]*)\n(?: +options: \{heading: ([\w.]+),)?", text_of(DOCS / "reference.md"), re.MULTILINE
+)
+
+
+def test_every_public_name_is_in_the_reference_and_in_the_right_place() -> None:
+    shown = {heading.removeprefix("qie."): path for path, heading in REFERENCE if heading}
+    assert shown == {name: f"{module}.{name}" for name, module in qie._EXPORTS.items()}
+    legacy = {path.rpartition(".")[2] for path, _ in REFERENCE if path.startswith("qie.legacy.")}
+    assert legacy == set(qie.legacy.__all__)
+    for path, _ in REFERENCE:
+        assert pkgutil.resolve_name(path).__doc__, path
+
+
+def test_every_public_name_and_old_name_is_shown_in_a_page_of_prose() -> None:
+    prose = "\n".join(text_of(page) for page in PAGES if page.name not in ("reference.md", "CHANGELOG.md"))
+    told = {"QieError", "Row", "load_config", "open_stream", "open_rows", "open_encoder", "open_painter", "train"}
+    assert [name for name in sorted(told) if f"qie.{name}" not in prose] == []
+    assert [name for name in qie.legacy.__all__ if name not in prose] == []
+
+
+def test_names_that_the_pages_use_are_there() -> None:
+    for page in PAGES:
+        for name in re.findall(r"`(qie(?:\.[a-zA-Z_]\w*)+)[`(]", text_of(page)):
+            assert name.startswith("qie.cli.") or pkgutil.resolve_name(name), f"{page.name}: {name}"
+
+
+def test_environment_variables_of_qie_are_described() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "qie").rglob("*.py"))
+    assert set(re.findall(r"\bQIE_\w+", source)) == set(re.findall(r"\bQIE_\w+", text_of(COMMANDS)))
+
+
+# Messages.
+
+
+@cache
+def source_text() -> str:
+    """All texts of the code, joined as Python joins neighbours, with a gap where something is put in."""
+    found = []
+    for path in (ROOT / "qie").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def messages() -> list[str]:
+    part = text_of(DOCS / "troubleshooting.md").partition("\n## Messages\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.+?) \|", part, re.MULTILINE)
+    return [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize("message", messages())
+def test_a_message_that_is_explained_is_one_that_the_code_has(message: str) -> None:
+    pieces = [piece.strip() for piece in message.split("…") if piece.strip()]
+    assert pieces and all(piece in source_text() for piece in pieces)
+
+
+def test_issues_are_linked_by_their_names() -> None:
+    text = text_of(DOCS / "troubleshooting.md")
+    links = re.findall(r"\[([\w./-]+)#(\d+)\]\(https://github\.com/([\w./-]+)/issues/(\d+)\)", text)
+    assert len(links) >= 16
+    assert all(name == repository and one == other for name, one, repository, other in links)
+    assert len(links) == text.count("https://")
+
+
+# Memory.
+
+RELEASED = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 3584}
+
+
+@cache
+def prepared(lora: str, zero_cond_t: bool) -> QwenImageTransformer2DModel:
+    """The released transformer without its weights, with the adapter of a configuration (JSON)."""
+    with torch.device("meta"):
+        transformer = QwenImageTransformer2DModel(**RELEASED, zero_cond_t=zero_cond_t).requires_grad_(False)
+    if settings := Config.model_validate(
+        {"model": {"pretrained_model_name_or_path": "x", "lora": json.loads(lora)}}
+    ).model.lora:
+        add_lora(transformer, settings, 0, dtype=torch.float32)
+    return transformer
+
+
+def estimated_gb(
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config,
+    *,
+    plus: bool,
+    controls: int,
+    processes: int = 1,
+    sharded: bool = False,
+) -> int:
+    """What `qie-train` would say of a released model, with prompts as long as the pages say."""
+    lora = config.model.lora and config.model.lora.model_dump(mode="json", exclude={"continue_from"})
+    monkeypatch.setattr(budget, "empty_transformer", lambda checkpoint: prepared(json.dumps(lora), plus))
+    monkeypatch.setattr(budget, "add_lora", lambda *arguments, **more: None)
+    area = config.data.area_px if isinstance(config.data.area_px, int) else 1024 * 1024
+    side = round(area**0.5) // 8
+    shape = SimpleNamespace(target=(side, side), controls=[(side, side)] * controls)
+    lengths = np.array([200 * controls + 100 if plus else 1400])
+    columns = SimpleNamespace(shape_names=[shape], lengths=lengths)
+    kind = "FSDP" if sharded else "MULTI_GPU" if processes > 1 else "NO"
+    setup = budget.plan_memory(
+        config,
+        SimpleNamespace(),
+        SimpleNamespace(samples=SimpleNamespace(columns=columns)),
+        SimpleNamespace(distributed_type=kind, num_processes=processes),
+    )
+    return round(estimate(setup).total / 1e9)
+
+
+def guide_rows(page: Path) -> list[dict[str, str]]:
+    """The rows of a guide's table of estimates, by the names of its columns."""
+    _, _, table = text_of(page).partition("## How much of ")
+    lines = [line for line in table.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line)
+    assert head[-1] == "estimated" and rows
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+GUIDES = [(page, row) for page in ("24gb", "80gb", "eight-gpus") for row in guide_rows(DOCS / "guides" / f"{page}.md")]
+
+
+@pytest.mark.parametrize(("page", "row"), GUIDES, ids=[f"{page} {' '.join(row.values())}" for page, row in GUIDES])
+def test_a_guide_s_figures_are_what_the_estimator_says(
+    page: str, row: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = ROOT / "configs" / f"{row.get('configuration', 'edit_plus_lora')}.yaml"
+    if page == "24gb":
+        file = tmp_path / "my.yaml"
+        file.write_text(re.findall(r"```yaml\n(.*?)```", text_of(DOCS / "guides" / "24gb.md"), re.DOTALL)[0])
+    sharded = row.get("started by") == "fsdp2.yaml"
+    config = load_config(file, re.findall(r"`([^`]+)`", row["`--set`"]))
+    processes = 8 if page == "eight-gpus" else 1
+    found = estimated_gb(
+        monkeypatch, config, plus=True, controls=int(row["controls"]), processes=processes, sharded=sharded
+    )
+    assert row["estimated"] == f"{found} GB"
+
+
+TRAINING = {
+    "as it is": [],
+    "`batch_size: 4`": ["data.batch_size=4"],
+    "checkpointing every second block": ["train.gradient_checkpointing=2"],
+    "`gradient_checkpointing: false`": ["train.gradient_checkpointing=false"],
+    "`offload_blocks: 30`": ["train.offload_blocks=30"],
+    "`offload_blocks: 60`": ["train.offload_blocks=60"],
+    "`quantize: fp8`": ["model.quantize=fp8"],
+    "`fp8`, checkpointing every second block": ["model.quantize=fp8", "train.gradient_checkpointing=2"],
+    "`fp8`, `offload_blocks: 30`": ["model.quantize=fp8", "train.offload_blocks=30"],
+    "`quantize: nf4`": ["model.quantize=nf4"],
+    "2511, bf16, two controls": [],
+    "bf16, FSDP over eight GPUs": [],
+}
+"""Rows of the table in training.md -> what they set in configs/edit_lora.yaml."""
+
+
+def test_training_s_figures_are_what_the_estimator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = text_of(DOCS / "training.md").partition("\n## Memory\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (\d+ GB) \| \| (.+?) \| (\d+ GB) \|$", part, re.MULTILINE)
+    told = {label: size for row in rows for label, size in (row[:2], row[2:])}
+    assert told.keys() == TRAINING.keys()
+    for label, overrides in TRAINING.items():
+        plus, sharded = label.startswith("2511"), "FSDP" in label
+        found = estimated_gb(
+            monkeypatch,
+            load_config(ROOT / "configs" / "edit_lora.yaml", overrides),
+            plus=plus,
+            controls=2 if plus else 1,
+            processes=8 if sharded else 1,
+            sharded=sharded,
+        )
+        assert told[label] == f"{found} GB", label
+
+
+def test_the_readme_has_a_place_for_benchmarks() -> None:
+    assert re.search(r"<!-- benchmarks:begin -->\n(.*\n)*<!-- benchmarks:end -->", text_of(ROOT / "README.md"))
