@@ -6,6 +6,10 @@ A stand-in for the transformer takes 100 ms for a forward pass, asleep, as a GPU
 are of 1024² (one control, a prompt of 1,400 tokens), read from shards. Beside: the same model, loss and optimizer on
 one batch that is already there, in a bare loop: what reading, drawing noise and converting in the background take from
 a model that computes on the same two cores is in that difference, too.
+
+outside: of qie's step, what is neither model, loss nor optimizer.
+waiting: of that, the time in which there was no batch.
+bare:    a step beside the bare loop's.
 """
 
 from __future__ import annotations
@@ -13,11 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,25 +27,22 @@ from unittest import mock
 
 import torch
 from accelerate import Accelerator
+from measuring import Results, absolute
+from measuring import parser as common
+from samples import exhaust, write_shards
 
 from qie.config import Config
 from qie.data import open_stream
 from qie.pretrained import Checkpoint
-from qie.recipe import FAMILIES, Recipe
-from qie.shards.index import Entry
-from qie.shards.record import encode
-from qie.shards.writer import ShardWriter
+from qie.recipe import FAMILIES
 from qie.training.journal import Journal, Listener
 from qie.training.objective import drop_captions
 from qie.training.run import Run
 from qie.training.step import Objective
 from qie.training.stopping import stop_requested
-from qie.types import Row, Sample
 
 STEP_S = 0.1
-SAMPLES, TOKENS, WIDTH = 24, 1400, 3584
-SAME = "0" * 64
-RECIPE = Recipe("edit", SAME, SAME, SAME, SAME, (1024 * 1024,), None, "float32", "float32", SAME, SAME)
+SAMPLES = 24
 SCHEDULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
     "base_shift": 0.5,
@@ -78,31 +77,36 @@ class Asleep(torch.nn.Module):
         return (hidden_states * self.gain,)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="the loop's own time")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--runs", type=int, default=5)
-    options = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    made = common(__doc__, runs=5)
+    made.add_argument("--steps", type=int, default=40)
+    made.add_argument("--tokens", type=int, default=1400, help="of a prompt")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
     logging.disable(logging.WARNING)
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    own, beside, waits = [], [], []
+    results = Results(__file__, options, arguments)
+    outside, beside, waits = [], [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder)
+        write(folder, options.tokens)
         for _ in range(options.runs):
             with opened(folder) as run, Journal(run.config, run.accelerator, Listener(), 0) as journal, run.feed:
                 run.take_step()
                 bare = timed_bare(run, options.steps)
                 took, theirs, waited = timed_loop(run, journal, options.steps)
-            own.append(100 * (took - theirs) / STEP_S)
+            outside.append(100 * (took - theirs) / STEP_S)
             beside.append(100 * (took - bare) / STEP_S)
             waits.append(100 * waited / STEP_S)
-    print(f"outside of model, loss and optimizer: {spread(own)} of 100 ms; waiting for batches, of it: {spread(waits)}")
-    print(f"a step beside a bare loop's: {spread(beside)} of 100 ms more")
-
-
-def spread(shares: list[float]) -> str:
-    return f"{statistics.median(shares):.2f} % ({min(shares):.2f} to {max(shares):.2f})"
+    share = f" % of a step of {1000 * STEP_S:.0f} ms"
+    results.add(
+        absolute("outside", "outside of model, loss and optimizer", outside, share),
+        absolute("waiting", "waiting for batches", waits, share),
+        absolute("bare", "a step longer than a bare loop's", beside, share, "a bare loop with its batch at hand"),
+    )
+    results.save()
 
 
 def timed_loop(run: Run, journal: Journal, steps: int) -> tuple[float, float, float]:
@@ -138,28 +142,8 @@ def timed_loop(run: Run, journal: Journal, steps: int) -> tuple[float, float, fl
         return (time.perf_counter() - started) / steps, spent[0] / steps, waited / steps
 
 
-def write(folder: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def half(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, dtype=torch.float32).half()
-
-    with ShardWriter(folder / "shards", 0, SAMPLES, RECIPE) as shard:
-        for number in range(SAMPLES):
-            row = Row(number, str(number), b"%d" % number, (b"",), "")
-            sample = Sample(
-                key=RECIPE.key(row),
-                prompt="make the sky a little darker",
-                pixel_latent=half(16, 1, 128, 128),
-                control_latent=(half(16, 1, 128, 128),),
-                prompt_embed=half(TOKENS, WIDTH),
-                prompt_embeds_mask=torch.ones(TOKENS, dtype=torch.bool),
-                empty_tail=half(5, WIDTH),
-                empty_prompt_embeds_mask=torch.ones(TOKENS - 24, dtype=torch.bool),
-                shared_prefix=TOKENS - 29,
-            )
-            shard.add(Entry.of(sample, row), encode(sample, RECIPE.digest))
-        shard.publish()
+def write(folder: Path, tokens: int) -> None:
+    exhaust(write_shards(folder / "shards", SAMPLES, tokens, SAMPLES))
     components = {"scheduler": SCHEDULER, "transformer": {"_class_name": "QwenImageTransformer2DModel"} | SIZES}
     for component, config in components.items():
         (folder / "model" / component).mkdir(parents=True)
@@ -195,7 +179,7 @@ def timed_bare(run: Run, steps: int) -> float:
     optimizer = torch.optim.AdamW(weights, lr=0.0)
     started = time.perf_counter()
     for _ in range(steps):
-        run.objective.losses(run.trainee.model, batch, prepared.draws).loss.mean().backward()
+        run.objective.losses(run.trainee.model, batch, prepared.draws).loss.mean().backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()

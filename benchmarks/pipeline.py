@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import resource
 import statistics
 import subprocess
 import sys
@@ -22,11 +21,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import webdataset
+from measuring import ROOT, Results, Row, absolute, beside, figure, forget_peak, grown_bytes, seconds
+from measuring import parser as common
 
 from qie.data.sources import open_source
 from qie.encode import Encoder, EncoderOptions
@@ -34,61 +36,68 @@ from qie.precompute import Report, precompute
 from qie.pretrained import open_checkpoint
 from qie.recipe import Recipe
 from qie.stages import Pipeline, Stage
-from qie.types import Row, Sample
+from qie.types import Row as DataRow
+from qie.types import Sample
 
-ROOT = Path(__file__).resolve().parent.parent
 SLEEP_S = 0.02
 IMAGE_PX = 512 * 512
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="precomputing as a whole")
-    parser.add_argument("--rows", type=int, default=60, help="rows for the overlap")
-    parser.add_argument("--engine-rows", type=int, default=100_000)
-    parser.add_argument("--runs", type=int, default=3)
-    options = parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    made = common(__doc__, runs=3)
+    made.add_argument("--rows", type=int, default=60, help="rows for the overlap")
+    made.add_argument("--engine-rows", type=int, default=100_000)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, 1 thread per stage")
+    results = Results(__file__, options, arguments)
     sleeping = [Stage(name, _sleep) for name in ("vae", "text")]
-    print_overlap("overlap, artificial", sleeping, lambda: list(range(options.rows)), options.runs)
+    results.add(*overlap("artificial", "two stages that sleep", sleeping, lambda: [*range(options.rows)], options.runs))
     with tempfile.TemporaryDirectory() as folder:
         stages, rows = real_stages(Path(folder), options.rows)
-        print_overlap("overlap, encoders", stages, rows, options.runs)
-        print_engine(Path(folder), options.engine_rows, options.runs)
+        results.add(*overlap("encoders", "both encoders, tiny", stages, rows, options.runs))
+        results.add(*engine(Path(folder), options.engine_rows, options.runs))
+    results.save()
 
 
-def print_overlap(name: str, stages: Sequence[Stage], new_items: Callable[[], Sequence[Any]], runs: int) -> None:
-    """One line: overlapped beside in turn, and beside the ideal. `new_items` gives other ones each time."""
-    ratios, bounds, walls = [], [], []
+def overlap(
+    key: str, what: str, stages: Sequence[Stage], new_items: Callable[[], Sequence[Any]], runs: int
+) -> list[Row]:
+    """Overlapped beside in turn, and beside the ideal. `new_items` gives other ones each time."""
+    in_turn, overlapped, slowest = [], [], []
+    alone: dict[str, float] = {}
     for _ in range(runs):
         items, again = new_items(), new_items()
         alone = dict.fromkeys((stage.name for stage in stages), 0.0)
-        started = time.perf_counter()
-        first_s = 0.0
+        first_s, took = 0.0, 0.0
         for item in items:
             value = item
             for stage in stages:
                 before = time.perf_counter()
                 value = stage.work(value)
-                alone[stage.name] += time.perf_counter() - before
-            first_s = first_s or time.perf_counter() - started
-        in_turn_s = time.perf_counter() - started
-        started = time.perf_counter()
-        assert sum(1 for _ in Pipeline(stages).run(again)) == len(again)
-        wall_s = time.perf_counter() - started
-        slowest = max(seconds / stage.workers for stage, seconds in zip(stages, alone.values(), strict=True))
-        walls.append(wall_s)
-        ratios.append(in_turn_s / wall_s)
-        bounds.append((wall_s - first_s) / slowest)
-    shares = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in alone.items())
-    print(
-        f"{name}: {statistics.median(walls):.2f} s; in turn: {statistics.median(ratios):.2f}× as long "
-        f"({min(ratios):.2f}–{max(ratios):.2f}); without start-up {statistics.median(bounds):.3f} of the slowest stage "
-        f"alone ({min(bounds):.3f}–{max(bounds):.3f}); alone: {shares}"
-    )
+                spent = time.perf_counter() - before
+                alone[stage.name] += spent
+                took += spent
+            first_s = first_s or took
+        in_turn.append(took)
+        overlapped.append(seconds(partial(_exhaust, stages, again)))
+        ideal = max(spent / stage.workers for stage, spent in zip(stages, alone.values(), strict=True))
+        slowest.append((overlapped[-1] - first_s) / ideal)
+    shares = ", ".join(f"{name} {figure(spent)} s" for name, spent in alone.items())
+    return [
+        beside(f"overlap {key}", f"stages overlapped, {what}", "the same in turn", in_turn, overlapped, more=shares),
+        absolute(f"ideal {key}", f"without start-up, {what}", slowest, "× the time", "the slowest stage alone"),
+    ]
 
 
-def real_stages(folder: Path, count: int) -> tuple[list[Stage], Callable[[], list[list[Row]]]]:
+def _exhaust(stages: Sequence[Stage], items: Sequence[Any]) -> None:
+    assert sum(1 for _ in Pipeline(stages).run(items)) == len(items)
+
+
+def real_stages(folder: Path, count: int) -> tuple[list[Stage], Callable[[], list[list[DataRow]]]]:
     """The encoder's stages with text about as costly as the VAE, and rows for them."""
     for tool, place, *more in (("make_tiny_model.py", "model"), ("make_photo_edits.py", "photos", "--rows", "12")):
         subprocess.run([sys.executable, ROOT / "tools" / tool, folder / place, *more], check=True, capture_output=True)
@@ -98,7 +107,7 @@ def real_stages(folder: Path, count: int) -> tuple[list[Stage], Callable[[], lis
     photos = open_source(folder / "photos")
     numbers = itertools.count()
 
-    def new_rows() -> list[list[Row]]:
+    def new_rows() -> list[list[DataRow]]:
         """Rows with images of their own: of the same image, only the first would be encoded."""
         rows = [(photos.read(number % len(photos)), b"%d" % next(numbers)) for number in range(count)]
         return [[replace(row, target=row.target + tag, controls=(row.controls[0] + tag,))] for row, tag in rows]
@@ -106,11 +115,11 @@ def real_stages(folder: Path, count: int) -> tuple[list[Stage], Callable[[], lis
     prepare, vae, text = encoder.stages
     first, *others = (prepare.work(row) for row in new_rows()[:4])
     text.work(vae.work(first))  # loads the weights
-    vae_s = statistics.median([_seconds(lambda item=item: vae.work(item)) for item in others])
+    vae_s = _median_s(vae, others)
     latents = [vae.work(item) for item in others]
-    text_s = statistics.median([_seconds(lambda item=item: text.work(item)) for item in latents])
+    text_s = _median_s(text, latents)
     # Of the same images, the vision tower is asked once.
-    again_s = statistics.median([_seconds(lambda item=item: text.work(item)) for item in latents])
+    again_s = _median_s(text, latents)
     repeats = max(1, round(1 + (vae_s - text_s) / again_s))
 
     def repeated(item: Any) -> Any:
@@ -133,7 +142,7 @@ class FreeEncoder:
         self._sample = Sample("", "", latent, (latent,), embed, mask, embed[10:], mask, 10)
         self.stages = (Stage("encode", self.encode_together),)
 
-    def encode_together(self, rows: Sequence[Row]) -> list[Sample]:
+    def encode_together(self, rows: Sequence[DataRow]) -> list[Sample]:
         return [replace(self._sample, key=self.recipe.key(row), prompt=row.prompt) for row in rows]
 
 
@@ -152,37 +161,41 @@ class Generated:
     def part(self, index: int) -> str:
         return "" * index
 
-    def read(self, index: int) -> Row:
-        return Row(index, self.name(index), b"target %d" % index, (b"control %d" % index,), f"prompt {index}")
+    def read(self, index: int) -> DataRow:
+        return DataRow(index, self.name(index), b"target %d" % index, (b"control %d" % index,), f"prompt {index}")
 
 
-def print_engine(folder: Path, count: int, runs: int) -> None:
-    """One line: the engine beside webdataset's writer, and how its memory grew."""
+def engine(folder: Path, count: int, runs: int) -> list[Row]:
+    """The engine beside webdataset's writer, and how its memory grew."""
     ours, peers, grown = [], [], []
+    forget_peak()
     for run in range(runs):
-        memory = []
+        memory: list[int] = []
 
         def watch(report: Report, memory: list[int] = memory) -> None:
             if report.rows in (count // 10, count):
-                memory.append(resident_bytes())
+                memory.append(grown_bytes(0)[1])
 
         started = time.perf_counter()
-        precompute(Generated(count), FreeEncoder(), folder / f"ours-{run}", rows=(0, count), progress=watch)  # type: ignore[arg-type]
-        ours.append(count / (time.perf_counter() - started))
+        source, encoder = Generated(count), FreeEncoder()
+        precompute(source, encoder, folder / f"ours-{run}", rows=(0, count), progress=watch)  # type: ignore[arg-type]
+        ours.append(time.perf_counter() - started)
         grown.append((memory[-1] - memory[0]) / 1e6)
-        peers.append(webdataset_rate(folder / f"peer-{run}", count))
-    ratios = [mine / peer for mine, peer in zip(ours, peers, strict=True)]
-    print(
-        f"engine: {statistics.median(ours):.0f} rows/s ({min(ours):.0f}–{max(ours):.0f}); webdataset's writer: "
-        f"{statistics.median(peers):.0f}; {statistics.median(ratios):.2f}× ({min(ratios):.2f}–{max(ratios):.2f}); "
-        f"memory grew by {max(grown):.0f} MB from a tenth of {count} rows to the last; peak {peak_bytes() / 1e6:.0f} MB"
+        peers.append(seconds(partial(write_webdataset, folder / f"peer-{run}", count)))
+    grew = absolute(
+        "engine memory",
+        f"resident memory grown from a tenth of {count:,} rows to the last",
+        grown,
+        " MB",
+        detail=f"peak {grown_bytes(0)[0] / 1e6:.0f} MB",
     )
+    what, peer = "rows through keys, records, tar, index", "webdataset's ShardWriter, without keys, hashes, index"
+    return [beside("engine", what, peer, peers, ours, shown=lambda took: f"{figure(count / took)} rows/s"), grew]
 
 
-def webdataset_rate(folder: Path, count: int) -> float:
+def write_webdataset(folder: Path, count: int) -> None:
     folder.mkdir()
     encoder, source = FreeEncoder(), Generated(count)
-    started = time.perf_counter()
     with webdataset.ShardWriter(str(folder / "%06d.tar"), maxcount=64, verbose=0) as writer:
         for number in range(count):
             row = source.read(number)
@@ -197,15 +210,6 @@ def webdataset_rate(folder: Path, count: int) -> float:
             writer.write(
                 {"__key__": sample.key} | {f"{name}.pth": tensor for name, tensor in tensors.items()} | {"json": about}
             )
-    return count / (time.perf_counter() - started)
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _sleep(item: Any) -> Any:
@@ -213,10 +217,8 @@ def _sleep(item: Any) -> Any:
     return item
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+def _median_s(stage: Stage, items: Sequence[Any]) -> float:
+    return statistics.median([seconds(partial(stage.work, item)) for item in items])
 
 
 if __name__ == "__main__":

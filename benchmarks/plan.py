@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
-import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from measuring import Results, Row, absolute, beside, figure, in_turn, seconds
+from measuring import parser as common
 
-from qie.data.epoch import Columns, Plan, held_out, plan_epoch
+from qie.data.epoch import Plan, held_out, plan_epoch
+from qie.shards.table import Columns
 from qie.types import Shape
 
 BATCH_SIZE = 8
@@ -35,17 +36,21 @@ ORDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="the plan of an epoch")
-    parser.add_argument("--samples", type=int, nargs="+", default=[10**6, 10**7])
-    parser.add_argument("--shapes", type=int, nargs="+", default=[1, 40])
-    parser.add_argument("--runs", type=int, default=3)
-    options = parser.parse_args()
-    print(f"numpy {np.__version__}, batches of {BATCH_SIZE}")
+def parser() -> argparse.ArgumentParser:
+    made = common(__doc__, runs=3)
+    made.add_argument("--samples", type=int, nargs="+", default=[10**6, 10**7])
+    made.add_argument("--shapes", type=int, nargs="+", default=[1, 40])
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    results = Results(__file__, options, arguments)
     for count in options.samples:
         for shapes in options.shapes:
-            print_plans(generated(count, shapes), options.runs)
-        print_held_out(count, options.runs)
+            results.add(*plans(generated(count, shapes), options.runs))
+        results.add(holding_out(count, options.runs))
+    results.save()
 
 
 def generated(count: int, shapes: int) -> Columns:
@@ -61,29 +66,27 @@ def generated(count: int, shapes: int) -> Columns:
     )
 
 
-def print_plans(columns: Columns, runs: int) -> None:
-    """One line an order: time and memory, and the naive plan's as ratios."""
+def plans(columns: Columns, runs: int) -> list[Row]:
+    """Two rows an order: time and memory, beside the naive plan's."""
     shapes: list[int] = columns.shapes.tolist()
     naive_bytes = peak_bytes(lambda: naive_plan(shapes))
+    rows = []
     for name, settings in ORDERS.items():
 
         def plan(settings: dict[str, Any] = settings) -> Plan:
             return plan_epoch(columns, seed=0, epoch=3, global_batch_size=BATCH_SIZE, **settings)
 
-        ours, naive = [], []
-        for _ in range(runs):
-            ours.append(seconds(plan))
-            naive.append(seconds(lambda: naive_plan(shapes)))
-        ratios = [theirs / mine for mine, theirs in zip(ours, naive, strict=True)]
-        mine_bytes = peak_bytes(plan)
-        print(
-            f"plan, {len(columns):,} samples of {len(columns.shape_names)} shapes, {name}: "
-            f"{statistics.median(ours):.2f} s ({min(ours):.2f}–{max(ours):.2f}), {mine_bytes / 1e6:.0f} MB; "
-            f"naive {statistics.median(naive):.2f} s: {statistics.median(ratios):.1f}× as long "
-            f"({min(ratios):.1f}–{max(ratios):.1f}), {naive_bytes / 1e6:.0f} MB: {naive_bytes / mine_bytes:.1f}×; "
-            f"padding {padding(plan(), columns):.3f}",
-            flush=True,
-        )
+        took = in_turn({"naive": lambda: naive_plan(shapes), "ours": plan}, runs, warm_up=False)
+        ours_bytes = peak_bytes(plan)
+        key = f"{name}, {len(columns)}, {len(columns.shape_names)}"
+        what = f"plan of {len(columns):,} samples, {len(columns.shape_names)} shapes, {name}"
+        peer = "random.shuffle and lists by shape"
+        padded = f"padding {padding(plan(), columns):.3f} a token"
+        rows.append(beside(key, what, peer, took["naive"], took["ours"], more=padded))
+        share = ours_bytes / naive_bytes
+        told = f"{figure(ours_bytes / 1e6)} MB, peer {figure(naive_bytes / 1e6)} MB"
+        rows.append(Row(f"{key}, memory", what, peer, share, share, share, " of its memory", 1, told))
+    return rows
 
 
 def naive_plan(shapes: list[int]) -> list[tuple[int, ...]]:
@@ -107,17 +110,11 @@ def padding(plan: Plan, columns: Columns) -> float:
     return float(lengths.max(axis=1).sum() * lengths.shape[1] / lengths.sum() - 1)
 
 
-def print_held_out(count: int, runs: int) -> None:
+def holding_out(count: int, runs: int) -> Row:
     keys = np.random.default_rng(0).integers(0, 256, (count, 32), dtype=np.uint8)
     rows = np.arange(count)
     taken = [seconds(lambda: held_out(keys, rows, 100)) for _ in range(runs)]
-    print(f"held_out, {count:,} samples: {statistics.median(taken):.2f} s ({min(taken):.2f}–{max(taken):.2f})")
-
-
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+    return absolute(f"held_out, {count}", f"100 of {count:,} rows kept for validation", taken, " s")
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

@@ -1,0 +1,226 @@
+"""Scaling on paper: what 10⁴ to 10⁹ samples and 1 to 512 GPUs need, by arithmetic and a small simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from many import SHARD_SIZE, bytes_of_a_row
+from measuring import figure
+from simulation import NODE, fetched
+from work import encoding, prompt_tokens, record_bytes, training
+
+from qie.shards.cache import PART_BYTES
+
+PEAK = 788e12
+"""FLOP/s in bfloat16 that an H200 was seen to reach in large matrix products."""
+REACHED = 0.5
+"""Share of that peak that training and encoding are taken to reach."""
+S3_GETS = 5500
+"""A second and prefix, at least: AWS, "Best practices design patterns: optimizing Amazon S3 performance"."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """In US dollars. Of S3: list prices of S3 Standard in us-east-1, aws.amazon.com/s3/pricing, as of March 2026,
+    first 50 TB; from machines in its region, transfer is free. Of the GPU: a round number, and nobody's offer."""
+
+    storage_gb_month: float = 0.023
+    put: float = 0.005 / 1000
+    get: float = 0.0004 / 1000
+    gpu_hour: float = 3.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """A Markdown table with a name."""
+
+    key: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        lines = [self.head, ("---",) + ("---:",) * (len(self.head) - 1), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def on_paper(curve: Sequence[Mapping[str, Any]], prices: Prices | None = None) -> list[Table]:
+    """All tables; those that extrapolate take the largest point of a measured curve, if there is one."""
+    tables = [measured(curve), memory(curve)] if curve else []
+    return [*tables, network(), shard_sizes(), copies(), costs(prices or Prices())]
+
+
+def measured(curve: Sequence[Mapping[str, Any]]) -> Table:
+    """The curve, and what each sample adds."""
+    head = (
+        "samples",
+        "index",
+        "open",
+        "a sample",
+        "first plan",
+        "a sample",
+        "memory at most",
+        "kept",
+        "read, shuffled",
+    )
+    rows = []
+    for point in curve:
+        count = point["samples"]
+        rows.append(
+            (
+                f"{count:,}",
+                _bytes(point["index_bytes"]),
+                f"{figure(point['open_s'])} s",
+                f"{figure(1e6 * point['open_s'] / count)} µs",
+                f"{figure(point['plan_s'])} s",
+                f"{figure(1e6 * point['plan_s'] / count)} µs",
+                _bytes(point["peak_bytes"]),
+                _bytes(point["kept_bytes"]),
+                f"{figure(point['read_per_s'])}/s",
+            )
+        )
+    return Table("measured", head, tuple(rows))
+
+
+def memory(curve: Sequence[Mapping[str, Any]]) -> Table:
+    """Of a process, and of a machine, by the number of samples."""
+    last = curve[-1]
+    kept, peak, opened, planned = (
+        last[name] / last["samples"] for name in ("kept_bytes", "peak_bytes", "open_s", "plan_s")
+    )
+    head = ("samples", "shards", "their bytes", "index", "memory of a process", "at most", f"of {NODE}", "open", "plan")
+    rows = []
+    for power in range(4, 10):
+        count = 10**power
+        rows.append(
+            (
+                f"10{_raised(power)}",
+                f"{-(-count // SHARD_SIZE):,}",
+                _bytes(count * record_bytes()),
+                _bytes(count * bytes_of_a_row()),
+                _bytes(count * kept),
+                _bytes(count * peak),
+                _bytes(NODE * count * kept),
+                _seconds(count * opened),
+                _seconds(count * planned),
+            )
+        )
+    return Table("memory", head, tuple(rows))
+
+
+def network() -> Table:
+    """What a store has to give, by GPUs: a sample of 1024² each, a step at the GPU's peak being the most it may ask."""
+    head = ("GPUs", "samples/s", "GB/s", "Gbit/s a machine", "GETs/s by ranges", "of S3's prefix", "encoding GPUs")
+    step = training(1024, checkpointing=True)
+    step_s = (step.model + step.recomputed) / PEAK
+    share = encoding(1024).ours / (step.model + step.recomputed)
+    rows = []
+    for power in range(10):
+        gpus = 2**power
+        rate = gpus / step_s
+        bytes_s = rate * record_bytes()
+        rows.append(
+            (
+                f"{gpus}",
+                figure(rate),
+                figure(bytes_s / 1e9),
+                figure(8 * bytes_s * min(gpus, NODE) / gpus / 1e9),
+                figure(rate),
+                f"{figure(100 * rate / S3_GETS)} %",
+                f"{-(-gpus * share // 1):.0f}",
+            )
+        )
+    return Table("network", head, tuple(rows))
+
+
+def shard_sizes() -> Table:
+    """Trade-offs of `--shard-size`, samples of 1024²."""
+    head = ("rows a shard", "bytes", "shards of 10⁶", "PUTs of 10⁶", "GETs for whole shards", "lost by a kill, at most")
+    row_s = encoding(1024).ours / PEAK / REACHED
+    rows = []
+    for size in (1, 16, 64, 256, 1024):
+        shard, parts = size * record_bytes(), -(-size * record_bytes() // PART_BYTES)
+        shards = -(-(10**6) // size)
+        # A multipart upload is a request to begin, one a part, and one to end; then the index.
+        puts = shards * (parts + 2 if parts > 1 else 1) + shards
+        rows.append(
+            (
+                f"{size:,}",
+                _bytes(shard),
+                f"{shards:,}",
+                f"{figure(puts / 1e6)} M",
+                f"{figure(shards * parts / 1e6)} M",
+                _seconds(size * row_s),
+            )
+        )
+    return Table("shards", head, tuple(rows))
+
+
+def copies() -> Table:
+    """Bytes that each machine fetches for a byte that it trains on, by how it reads: simulated."""
+    head = (
+        "GPUs",
+        "machines",
+        "ranges, any order",
+        "whole shards, blocks",
+        "shuffle, room for 10 %",
+        "shuffle, for all",
+    )
+    rows = []
+    for gpus in (1, 8, 16, 64, 512):
+        found = [fetched("blocks", gpus, 0.1), fetched("shuffle", gpus, 0.1), fetched("shuffle", gpus, 1.0)]
+        rows.append((f"{gpus}", f"{-(-gpus // NODE)}", "1", *(figure(one) for one in found)))
+    return Table("copies", head, tuple(rows))
+
+
+def costs(prices: Prices) -> Table:
+    """Of a million rows of 1024²."""
+    rows, kept = 10**6, 10**6 * record_bytes()
+    shards, parts = -(-rows // SHARD_SIZE), -(-SHARD_SIZE * record_bytes() // PART_BYTES)
+    step, row = training(1024, checkpointing=True), encoding(1024)
+    hours = {name: rows * flops / PEAK / REACHED / 3600 for name, flops in _flops(step, row).items()}
+    months = prices.storage_gb_month * kept / 1e9
+    puts, gets, whole = shards * (parts + 3), rows, shards * parts
+    lines = [
+        ("encoding once", f"{figure(hours['encode'])} GPU hours", prices.gpu_hour * hours["encode"]),
+        (
+            "the same by plain diffusers, each epoch",
+            f"{figure(hours['plain'])} GPU hours",
+            prices.gpu_hour * hours["plain"],
+        ),
+        ("training, an epoch", f"{figure(hours['train'])} GPU hours", prices.gpu_hour * hours["train"]),
+        ("storage, a month", f"{figure(kept / 1e12)} TB", months),
+        ("writing", f"{figure(puts / 1e6)} M PUTs", prices.put * puts),
+        ("reading an epoch by ranges", f"{figure(gets / 1e6)} M GETs", prices.get * gets),
+        ("reading an epoch by whole shards, one machine", f"{figure(whole / 1e6)} M GETs", prices.get * whole),
+    ]
+    told = [(name, what, f"${dollars:,.2f}" if dollars < 10 else f"${dollars:,.0f}") for name, what, dollars in lines]
+    again = months / (prices.gpu_hour * hours["encode"])
+    told.append(("a month of storage pays for", f"encoding {figure(again)} times", ""))
+    return Table("costs", ("of 10⁶ rows", "quantity", "cost"), tuple(told))
+
+
+def _flops(step: Any, row: Any) -> dict[str, float]:
+    return {"encode": row.ours, "plain": row.plain, "train": step.model + step.recomputed}
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{figure(count / size)} {unit}"
+    return f"{figure(count / 1e3)} kB"
+
+
+def _seconds(seconds: float) -> str:
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{figure(seconds / size)} {unit}"
+    return f"{figure(seconds)} s" if seconds >= 1 else f"{figure(1000 * seconds)} ms"
+
+
+def _raised(power: int) -> str:
+    return str(power).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+assert prompt_tokens(1024) == 1399

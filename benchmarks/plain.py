@@ -1,0 +1,112 @@
+"""The plain loop beside which qie's is measured: diffusers, peft and accelerate, put together with care."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import peft
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline, QwenImageTransformer2DModel
+from diffusers.training_utils import cast_training_params, compute_density_for_timestep_sampling
+from models import PROMPT, Bench
+from PIL import Image
+from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from qie.data import open_stream
+from qie.data.sources import open_source
+
+
+@contextmanager
+def plain_loop(bench: Bench, live: bool) -> Iterator[Callable[[], None]]:
+    """The training script of diffusers in short: as fast as it gets without changing how it works."""
+    accelerator, pipe = bench.accelerator(), QwenImageEditPipeline
+    transformer = QwenImageTransformer2DModel.from_pretrained(bench.model / "transformer", torch_dtype=torch.bfloat16)
+    transformer.requires_grad_(False)
+    transformer.to(accelerator.device)
+    transformer.set_attention_backend("native")  # the default, unless a variant before set another
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    transformer.add_adapter(peft.LoraConfig(r=16, lora_alpha=32, init_lora_weights="gaussian", target_modules=targets))
+    transformer.enable_gradient_checkpointing()
+    cast_training_params(transformer, dtype=torch.float32)
+    weights = [weight for weight in transformer.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=1e-4)
+    model, optimizer = accelerator.prepare(transformer.train(), optimizer)
+    inputs = encoded(bench) if live else ready(bench)
+
+    def step() -> None:
+        target, control, prompt, mask = next(inputs)
+        _, channels, _, height, width = target.shape
+        sigma = compute_density_for_timestep_sampling("logit_normal", 1, 0.0, 1.0).to(target)
+        noise = torch.randn_like(target)
+        parts = ((1 - sigma) * target + sigma * noise, control, noise - target)
+        noisy, beside, wanted = (pipe._pack_latents(part, 1, channels, height, width) for part in parts)
+        predicted = model(
+            hidden_states=torch.cat([noisy, beside], dim=1),
+            timestep=sigma,
+            encoder_hidden_states=prompt,
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, height // 2, width // 2)] * 2],
+            return_dict=False,
+        )[0][:, : noisy.shape[1]]
+        accelerator.backward(torch.nn.functional.mse_loss(predicted.float(), wanted.float()))
+        accelerator.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    yield step
+    accelerator.free_memory()
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def ready(bench: Bench) -> Iterator[Inputs]:
+    """Target, control, prompt and its mask: those of the shards, on the device."""
+    batches = [batch.to(bench.device, torch.bfloat16) for batch in open_stream([bench.folder / "shards"])]
+    inputs = [(one.pixel_latent, one.control_latent[0], one.prompt_embed, one.prompt_embeds_mask) for one in batches]
+    return itertools.cycle(inputs)
+
+
+def encoded(bench: Bench) -> Iterator[Inputs]:
+    """The same, made by diffusers' pipeline when they are asked for."""
+    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32  # as qie's encoder
+    vae = AutoencoderKLQwenImage.from_pretrained(bench.model / "vae", torch_dtype=dtype)
+    text = Qwen2_5_VLForConditionalGeneration.from_pretrained(bench.model / "text_encoder", dtype=dtype)
+    rows = open_source(bench.folder / "rows")
+    images = [
+        [Image.open(io.BytesIO(file)).convert("RGB") for file in (row.target, *row.controls)]
+        for row in map(rows.read, range(len(rows)))
+    ]
+    processor = Processed(bench.model, [control for _, control in images])
+    pipe = QwenImageEditPipeline(None, vae.eval(), text.eval(), None, processor, None).to(bench.device)
+    pixels = [[pipe.image_processor.preprocess(image).unsqueeze(2) for image in pair] for pair in images]
+
+    @torch.no_grad()
+    def encode(number: int) -> Inputs:
+        prompt, mask = pipe.encode_prompt(PROMPT, image=number, device=bench.device)
+        moved = (image.to(bench.device, dtype) for image in pixels[number])
+        target, control = (pipe._encode_vae_image(image, generator=None) for image in moved)
+        return target.bfloat16(), control.bfloat16(), prompt.bfloat16(), mask
+
+    return map(encode, itertools.cycle(range(len(rows))))
+
+
+class Processed:
+    """Stands for Qwen2VLProcessor, which needs torchvision: it cut all controls up beforehand. An image is a number."""
+
+    def __init__(self, model: Path, images: list[Image.Image]) -> None:
+        processor = Qwen2VLImageProcessorPil.from_pretrained(model / "processor")
+        self._tokenizer = AutoTokenizer.from_pretrained(model / "tokenizer")
+        self._patches = [processor(images=[image], return_tensors="pt") for image in images]
+        self._merged = processor.merge_size**2
+
+    def __call__(self, text: list[str], images: int, **_: object) -> BatchFeature:
+        patches, pad = self._patches[images], "<|image_pad|>"
+        pads = int(patches["image_grid_thw"].prod()) // self._merged
+        tokens = self._tokenizer([one.replace(pad, pad * pads) for one in text], return_tensors="pt")
+        return BatchFeature({**tokens, **patches})

@@ -1,0 +1,128 @@
+"""How qie scales with samples and GPUs: the curves that one machine can measure, and the rest on paper.
+
+    python benchmarks/scaling.py [--samples 10000 100000 1000000 10000000] [--own 100000] [--runs 3] [--folder DIR]
+    python benchmarks/scaling.py --only-computed
+
+open:    a folder of tiny samples from its compacted index, in a process of its own; then the first plan, of a shuffle
+         in batches of 8; memory at most and then, beside what the imports took.
+read:    shuffled samples a second after that: opening files, checking hashes, making batches. Tars are links to a few
+         small files, so it is the reader's own time, and none of a disk's.
+own:     opening from each shard's own index instead, up to so many samples. Beside: from the compacted index.
+work:    on paper, of 10⁴ to 10⁹ samples and of 1 to 512 GPUs, and a simulation of local copies with the real plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from many import SHARD_SIZE, generate
+from measuring import Results, Row, absolute, beside, figure, forget_peak, grown_bytes
+from measuring import parser as common
+
+from qie.data.stream import Stream
+from qie.shards.compact import COMPACT_NAME
+from qie.shards.shard_set import ShardSet
+
+BATCH_SIZE = 8
+READ = 2000
+"""Batches to read."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = common(__doc__, runs=3)
+    made.add_argument("--samples", type=int, nargs="+", default=[10**4, 10**5, 10**6, 10**7])
+    made.add_argument("--own", type=int, default=10**5, help="most samples to open from the shards' own indexes")
+    made.add_argument("--folder", type=Path, help="where to write; by default among temporary files")
+    made.add_argument("--only-computed", action="store_true", help="measure nothing")
+    made.add_argument("--opening", type=Path, help=argparse.SUPPRESS)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    if options.opening:
+        print(json.dumps(open_once(options.opening)))
+        return
+    from paper import on_paper  # and with it all models: the process that opens imports what a reader does
+
+    results = Results(__file__, options, arguments)
+    curve = []
+    for count in () if options.only_computed else options.samples:
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            point, rows = measured(Path(name), count, options)
+            curve.append(point)
+            results.add(*rows)
+    for table in on_paper(curve):
+        results.say(f"\n{table}")
+    results.save(curve=curve)
+
+
+def measured(folder: Path, count: int, options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
+    """A point of the curve, and rows of it."""
+    own = count <= options.own
+    samples = generate(folder / "shards", count, indexes=own)
+    compact = folder / "shards" / COMPACT_NAME
+    found = [opened(folder / "shards") for _ in range(options.runs)]
+    point = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    point |= {"samples": samples, "index_bytes": compact.stat().st_size}
+    what = f"{samples:,} samples"
+    rows = [
+        absolute(
+            f"open {count}",
+            f"{what}: opened, first plan",
+            [one["open_s"] + one["plan_s"] for one in found],
+            " s",
+            detail=f"open {figure(point['open_s'])} s, plan {figure(point['plan_s'])} s; index "
+            f"{figure(point['index_bytes'] / 1e6)} MB; memory at most {figure(point['peak_bytes'] / 1e6)} MB, then "
+            f"{figure(point['kept_bytes'] / 1e6)} MB",
+        ),
+        absolute(f"read {count}", f"{what}: read, shuffled", [one["read_per_s"] for one in found], " samples/s"),
+    ]
+    if own:
+        compact.unlink()
+        alone = [opened(folder / "shards")["open_s"] for _ in range(options.runs)]
+        peer, ours = "each shard's own index", [one["open_s"] for one in found]
+        rows.append(beside(f"own {count}", f"{what}: opened from the compacted index", peer, alone, ours))
+        point["own_s"] = statistics.median(alone)
+    return point, rows
+
+
+def opened(shards: Path) -> dict[str, float]:
+    """In a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, "--opening", str(shards)]
+    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def open_once(shards: Path) -> dict[str, float]:
+    before, started = forget_peak(), time.perf_counter()
+    samples = ShardSet.open([shards])
+    opened = time.perf_counter()
+    stream = Stream(samples, BATCH_SIZE)
+    planned = time.perf_counter()
+    peak, kept = grown_bytes(before)
+    reading = time.perf_counter()
+    batches = sum(1 for _ in islice(stream, min(READ, len(stream))))
+    return {
+        "open_s": opened - started,
+        "plan_s": planned - opened,
+        "peak_bytes": peak,
+        "kept_bytes": kept,
+        "read_per_s": batches * BATCH_SIZE / (time.perf_counter() - reading),
+    }
+
+
+assert SHARD_SIZE == 64  # the default of qie-precompute, which the tables name
+
+if __name__ == "__main__":
+    main()

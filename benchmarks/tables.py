@@ -1,0 +1,164 @@
+"""What was measured, as Markdown: tables of docs/benchmarks.md, docs/scaling.md and README, from the stored data."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from measuring import ROOT, Row, described
+
+DATA = ROOT / "docs" / "benchmarks.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
+SCALING = ROOT / "docs" / "scaling.md"
+README = ROOT / "README.md"
+
+HEAD = ("what", "beside", "found", "least to most", "runs", "medians")
+NOT_YET = "not measured yet"
+
+HEADLINES = (
+    ("encoders.py", "vae", "Encoding an image, without the VAE's time axis"),
+    ("encoders.py", "prompt", "Encoding prompt and null prompt, the second as a continuation"),
+    ("read.py", "webdataset shuffled", "Reading samples of 11 MB, shuffled"),
+    ("read.py", "qwen-image-finetune's .pt files shuffled", "Reading samples of 11 MB, shuffled"),
+    ("claims.py", "bytes pt", "Bytes of a sample"),
+    ("pipeline.py", "engine", "Writing shards, the encoders' time left out"),
+    ("train_step.py", "qie cached", "A training step, tiny model"),
+    ("loop.py", "outside", "The loop around model and optimizer"),
+    ("claims.py", "computed qie 1024 checkpointing", "A cached training step of the released model, computed"),
+)
+"""README's rows: script, key, and what they are called there."""
+
+
+def load(file: Path = DATA) -> dict[str, Any]:
+    """What is stored: for "cpu" and "gpu" by script the day, machine, versions, seconds and rows."""
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {"cpu": {}, "gpu": {}} | found
+
+
+def rows_of(run: Mapping[str, Any]) -> list[Row]:
+    return [Row(**row) for row in run["rows"]]
+
+
+def filled(text: str, name: str, content: str) -> str:
+    """The text with `content` between the markers of that name. Raises ValueError unless both are there, once."""
+    pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
+    text, times = pattern.subn(lambda match: f"{match[1]}{content}\n{match[2]}", text)
+    if times != 1:
+        raise ValueError(f"<!-- {name}:begin --> and :end --> are there {times} times")
+    return text
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def full_table(runs: Mapping[str, Any], planned: Mapping[str, str]) -> str:
+    """One table; before the rows of a script stands the command that repeats them."""
+    lines = []
+    for script, arguments in planned.items():
+        command = f"**`python benchmarks/{script}{f' {arguments}' if arguments else ''}`**"
+        run = runs.get(script)
+        if run is None:
+            lines.append([command, "", NOT_YET, "", "", ""])
+            continue
+        lines.append([f"**`{run['command']}`**", "", "", "", "", f"{run['date']}, {run['seconds']:.0f} s"])
+        for row in rows_of(run):
+            times = str(row.runs) if row.runs else "computed"
+            lines.append([row.what, row.beside, f"**{row.found}**", row.spread, times, row.detail])
+    return markdown(HEAD, lines)
+
+
+def machines(runs: Mapping[str, Any]) -> str:
+    """A line for each setting in which scripts ran, and which did."""
+    settings: dict[str, list[str]] = {}
+    for script, run in runs.items():
+        where = {name: value for name, value in run["machine"].items() if name != "load"}
+        told = described(where | {"load": ""}).partition(", load")[0]
+        versions = ", ".join(f"{name} {at}" for name, at in run["versions"].items())
+        settings.setdefault(f"{told}; {versions}", []).append(f"{script} {run['machine']['load']}")
+    lines = [f"- {where}. Load when each began: {', '.join(scripts)}." for where, scripts in settings.items()]
+    return "\n".join(lines) or f"- {NOT_YET}"
+
+
+def claims_table(data: Mapping[str, Any]) -> str:
+    """What qwen-image-finetune says, and what was found: measured with tiny models, computed for the released one."""
+    run = data["cpu"].get("claims.py")
+    found = {row.key: row for row in rows_of(run)} if run else {}
+
+    def of(*keys: str) -> str:
+        return "; ".join(f"{name}: {found[key].found}" if key in found else NOT_YET for name, key in _named(keys))
+
+    lines = [
+        (
+            "2-3× faster after the first epoch",
+            of("plain=speed plain", "qie=speed qie"),
+            of("1024²=computed plain 1024 checkpointing", "512²=computed plain 512 checkpointing"),
+        ),
+        (
+            "30-50 % less memory",
+            of("plain=memory plain", "qie=memory qie"),
+            of("bf16=computed memory plain None", "fp8=computed memory plain fp8", "nf4=computed memory plain nf4"),
+        ),
+        ("gradient checkpointing: 20-50 % less memory", "", of("bf16=computed checkpointing")),
+        ("~10-20 % of the dataset's size", "", of("PNG=bytes PNG", "JPEG=bytes JPEG")),
+        (
+            "~95-99 % hits",
+            of("nothing changed=hits same", "files renamed=hits renamed", "one control changed=hits control"),
+            "the same",
+        ),
+    ]
+    return markdown(("said", "tiny", "released"), lines)
+
+
+def _named(keys: Sequence[str]) -> list[tuple[str, str]]:
+    return [(name, key) for name, _, key in (one.partition("=") for one in keys)]
+
+
+def readme_table(data: Mapping[str, Any]) -> str:
+    lines, days = [], set()
+    for script, key, name in HEADLINES:
+        run = data["cpu"].get(script)
+        row = next((row for row in rows_of(run) if row.key == key), None) if run else None
+        if run is None or row is None:
+            lines.append([name, "", NOT_YET, f"`benchmarks/{script}`"])
+            continue
+        days.add(run["date"])
+        spread = f" ({row.spread})" if row.spread else ""
+        lines.append([name, row.beside, f"**{row.found}**{spread}", f"`benchmarks/{script}`"])
+    first = next(iter(data["cpu"].values()), None)
+    where = f"{first['machine']['cores']} cores of an {first['machine']['cpu']}" if first else NOT_YET
+    cards = {run["machine"].get("gpu") for run in data["gpu"].values()}
+    gpu = f"on {', '.join(sorted(filter(None, cards)))}, too" if cards else "on a GPU nothing yet"
+    below = f"Measured on {where}, {' and '.join(sorted(days)) or NOT_YET}; {gpu}. All rows: [docs/benchmarks.md]"
+    return f"{markdown(('', 'beside', 'qie', 'by'), lines)}\n\n{below}(docs/benchmarks.md), `make bench`."
+
+
+def compared(data: Mapping[str, Any], planned: Mapping[str, Mapping[str, str]]) -> dict[Path, str]:
+    """What the pages with figures of benchmarks have to be; README only where it has its markers."""
+    page = PAGE.read_text(encoding="utf-8")
+    for kind in ("cpu", "gpu"):
+        page = filled(page, f"{kind} machine", machines(data[kind]))
+        page = filled(page, f"{kind} table", full_table(data[kind], planned[kind]))
+    pages = {PAGE: filled(page, "claims table", claims_table(data))}
+    readme = README.read_text(encoding="utf-8")
+    if "<!-- benchmarks:begin -->" in readme:
+        pages[README] = filled(readme, "benchmarks", readme_table(data))
+    return pages
+
+
+def render(data: Mapping[str, Any], planned: Mapping[str, Mapping[str, str]]) -> dict[Path, str]:
+    """What all pages have to be."""
+    return compared(data, planned) | {SCALING: scaling_page(data)}
+
+
+def scaling_page(data: Mapping[str, Any]) -> str:
+    from paper import on_paper  # which counts models, and is not needed where only numbers are compared
+
+    run = data["cpu"].get("scaling.py")
+    page = SCALING.read_text(encoding="utf-8")
+    for table in on_paper(run["curve"] if run else []):
+        page = filled(page, table.key, str(table))
+    return page

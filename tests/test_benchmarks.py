@@ -1,0 +1,183 @@
+"""Benchmarks: the pages say what the data says, the runner knows each script, and small runs give well-formed rows."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "benchmarks"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SCRIPTS = sorted(file.name for file in FOLDER.glob("*.py") if 'if __name__ == "__main__"' in file.read_text("utf-8"))
+COMMAND = re.compile(r"python benchmarks/(\w+\.py)([^`\n|#]*)")
+COMMANDS = sorted({match.groups() for page in PAGES for match in COMMAND.finditer(page.read_text("utf-8"))})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts_are_importable():
+    """As when one of them is run: its folder comes first."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+def script(name: str) -> ModuleType:
+    return importlib.import_module(name.removesuffix(".py"))
+
+
+def test_the_runner_knows_each_script() -> None:
+    known = script("run.py").SCRIPTS
+    assert set(SCRIPTS) - {"run.py"} == set(known["cpu"])
+    assert set(known["gpu"]) <= set(known["cpu"])
+
+
+def test_readme_and_the_page_of_benchmarks_say_what_the_data_says() -> None:
+    tables, run = script("tables.py"), script("run.py")
+    for page, text in tables.compared(tables.load(), run.SCRIPTS).items():
+        assert page.read_text("utf-8") == text, f"{page.name}: run python benchmarks/run.py --none"
+    assert tables.readme_table(tables.load()) in tables.README.read_text("utf-8")
+
+
+def test_scaling_says_what_the_data_and_the_arithmetic_say() -> None:
+    tables = script("tables.py")
+    page = tables.SCALING.read_text("utf-8")
+    assert page == tables.scaling_page(tables.load()), "run python benchmarks/run.py --none"
+    prices = script("paper.py").Prices()
+    for price in (prices.storage_gb_month, 1000 * prices.put, round(1000 * prices.get, 4), int(prices.gpu_hour)):
+        assert f"{price} $" in page
+
+
+def test_another_figure_is_another_table() -> None:
+    tables = script("tables.py")
+    data = tables.load()
+    row = next(row for row in data["cpu"]["read.py"]["rows"] if row["key"] == "webdataset shuffled")
+    before = tables.readme_table(data), tables.full_table(data["cpu"], script("run.py").SCRIPTS["cpu"])
+    row["value"] *= 1.1
+    after = tables.readme_table(data), tables.full_table(data["cpu"], script("run.py").SCRIPTS["cpu"])
+    assert before[0] != after[0] and before[1] != after[1]
+
+
+def test_markers_that_are_missing_are_an_error() -> None:
+    with pytest.raises(ValueError, match="0 times"):
+        script("tables.py").filled("no markers", "benchmarks", "")
+
+
+def test_stored_rows_are_well_formed_and_those_that_are_headlines_are_there() -> None:
+    tables = script("tables.py")
+    data = tables.load()
+    for runs in data.values():
+        for name, run in runs.items():
+            rows = tables.rows_of(run)
+            assert_well_formed(rows)
+            assert len({row.key for row in rows}) == len(rows)
+            assert run["command"].startswith(f"python benchmarks/{name}") and run["date"] and run["versions"]["torch"]
+    for name, key, _ in tables.HEADLINES:
+        assert key in {row.key for row in tables.rows_of(data["cpu"][name])}, f"{name}: {key}"
+
+
+def assert_well_formed(rows) -> None:
+    assert rows
+    for row in rows:
+        assert row.low <= row.value <= row.high and row.runs >= 0 and row.what and row.unit, row
+        assert row.command.startswith("python benchmarks/"), row
+
+
+@pytest.mark.parametrize(("name", "words"), COMMANDS, ids=[f"{name}{words}" for name, words in COMMANDS])
+def test_commands_of_the_docs_parse(name: str, words: str) -> None:
+    made = script(name).parser()
+    assert isinstance(made, argparse.ArgumentParser)
+    made.parse_args([word for word in shlex.split(words.replace("*", "")) if word != "FILE"] or [])
+
+
+def test_commands_of_the_runner_parse() -> None:
+    for kind in script("run.py").SCRIPTS.values():
+        for name, words in kind.items():
+            script(name).parser().parse_args(words.split())
+
+
+# Small runs
+
+
+def test_plan(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    script("plan.py").main(["--samples", "500", "--shapes", "3", "--runs", "2", "--json", str(file)])
+    rows = rows_in(file)
+    assert len(rows) == 11 and all("--json" not in row.command for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the garbage collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = script("read.py")
+    monkeypatch.setattr(read, "starting", lambda folder, runs: [])  # processes that import torch
+    monkeypatch.setattr(read, "STEP_S", 0.0)
+    file = tmp_path / "rows.json"
+    read.main(["--samples", "4", "--mb", "0.4", "--runs", "1", "--json", str(file)])
+    assert {"webdataset shuffled", "torch.load in order joined", "check always"} <= {row.key for row in rows_in(file)}
+
+
+def test_loop(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    script("loop.py").main(["--steps", "1", "--runs", "1", "--tokens", "40", "--json", str(file)])
+    assert {row.key for row in rows_in(file)} == {"outside", "waiting", "bare"}
+
+
+def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = script("scaling.py")
+    monkeypatch.setattr(scaling, "opened", scaling.open_once)  # in this process
+    point, rows = scaling.measured(tmp_path, 150, scaling.parser().parse_args(["--runs", "2"]))
+    assert point["samples"] == 192 and point["index_bytes"] > 192 * script("many.py").bytes_of_a_row()
+    assert [row.key for row in rows] == ["open 150", "read 150", "own 150"]
+    assert "192" in str(script("paper.py").measured([point]))
+
+
+def test_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = script("pipeline.py")
+    monkeypatch.setattr(pipeline, "SLEEP_S", 0.001)
+    stages = [pipeline.Stage(name, pipeline._sleep) for name in ("vae", "text")]
+    rows = [*pipeline.overlap("artificial", "two", stages, lambda: [1, 2, 3], 1), *pipeline.engine(tmp_path, 20, 1)]
+    assert [row.key for row in rows] == ["overlap artificial", "ideal artificial", "engine", "engine memory"]
+
+
+def test_encoders_and_training_steps_make_rows() -> None:
+    import torch
+
+    row = script("encoders.py").measure("key", "what", "peer", lambda: torch.ones(2), lambda: torch.zeros(2), 2)
+    assert row.runs == 2 and row.detail.endswith("differs by 1.0e+00")
+    step, variants = script("train_step.py"), script("variants.py")
+    ours = variants.Variant("qie")
+    found = {
+        variants.PLAIN_CACHED: variants.Measured([2.0, 4.0], [None, None]),
+        ours: variants.Measured([1.0, 1.0], [0.5, 0.5], 10**9),
+    }
+    models = script("models.py")
+    bench = models.Bench(Path(), models.SIZES["small"], torch.device("cpu"), 2, None)
+    (row,) = step.rows(ours, found, bench)
+    assert (row.low, row.value, row.high) == (2.0, 3.0, 4.0)
+    assert row.detail == "1.00 s, peer 3.00 s; 1.0 GB, MFU 50.0 %"
+
+
+def test_what_is_computed_of_caching_agrees_with_the_arithmetic() -> None:
+    claims, work = script("claims.py"), script("work.py")
+    rows = {row.key: row for row in claims.computed()}
+    step, cost = work.training(1024, checkpointing=True), work.encoding(1024)
+    speed = rows["computed qie 1024 checkpointing"]
+    assert speed.value == pytest.approx(1 + cost.ours / (step.model + step.recomputed)) and not speed.runs
+    assert cost.vision < cost.text < cost.ours < cost.plain < step.forward
+    assert all(replace(row, command="python benchmarks/claims.py").spread == "" for row in rows.values())
+
+
+def rows_in(file: Path):
+    rows = [script("measuring.py").Row(**row) for row in json.loads(file.read_text("utf-8"))["rows"]]
+    assert_well_formed(rows)
+    return rows
