@@ -34,11 +34,14 @@ $(VENV)/.installed: $(INSTALLED) | $(BIN)/pip
 	$(PIP) -e '.[demo,dev]'
 	@touch $@ $(VENV)/.demo
 
+# Tests are processes' work as much as threads': one for each core.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 coverage: $(VENV)/.installed
-	$(BIN)/python -m pytest --cov=qie --cov-branch --cov-report=term-missing:skip-covered
+	$(PYTEST) --cov=qie --cov-branch --cov-report=term-missing:skip-covered
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -23,11 +23,13 @@ class Stage:
         name: for people.
         work: what is done to an item.
         workers: how many items may be in it at once; more than one only for work that keeps no state.
+        size: as how many an item counts.
     """
 
     name: str
     work: Callable[[Any], Any]
     workers: int = 1
+    size: Callable[[Any], int] = lambda item: 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Load:
     """What a stage has done so far.
 
     Attributes:
-        items: that have left it.
+        items: that it has worked on, by their size.
         busy_s: seconds of work, summed over its workers.
         workers: how many it has.
     """
@@ -47,6 +49,11 @@ class Load:
     def share(self, wall_s: float) -> float:
         """How much of `wall_s` seconds it was at work, 0 to 1: the largest is the bottleneck's."""
         return self.busy_s / (self.workers * wall_s) if wall_s > 0 else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Items per second, if it never had to wait for others; 0 before the first."""
+        return self.items * self.workers / self.busy_s if self.busy_s else 0.0
 
     def __add__(self, other: Load) -> Load:
         """Of two processes' stages side by side."""
@@ -109,22 +116,24 @@ class Pipeline:
             busy_s = time.perf_counter() - start
             with self._lock:
                 load = self.loads[stage.name]
-                self.loads[stage.name] = replace(load, items=load.items + 1, busy_s=load.busy_s + busy_s)
+                self.loads[stage.name] = replace(load, items=load.items + stage.size(item), busy_s=load.busy_s + busy_s)
 
 
-def _ahead(pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> Iterator[Any]:
-    """`work` of each item, in order, `workers` of them at a time."""
+def _ahead(pool: ThreadPoolExecutor, work: Callable[[Any], Any], source: _Channel, workers: int) -> Iterator[Any]:
+    """`work` of each item, in order, `workers` of them at a time. What is done waits for no item long in coming."""
     running: deque[Future[Any]] = deque()
-    source, error = iter(items), None
+    items, error = iter(source), None
     while error is None:
+        if running and (len(running) == workers or not source.has_item(running[0].done)):
+            yield running.popleft().result()
+            continue
         try:
-            running.append(pool.submit(work, next(source)))
+            running.append(pool.submit(work, next(items)))
+            running[-1].add_done_callback(lambda done: source.wake())
         except StopIteration:
             break
         except BaseException as failure:  # raised behind what came before it
             error = failure
-        if len(running) == workers:
-            yield running.popleft().result()
     while running:
         yield running.popleft().result()
     if error is not None:
@@ -147,7 +156,7 @@ class _Channel:
     """A bounded queue that can be closed from either side."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._closed = size, False
+        self._size, self._closed, self._watched = size, False, False
         self._items: deque[Any] = deque()
         self._changed = threading.Condition()
 
@@ -174,6 +183,21 @@ class _Channel:
             if isinstance(item, _Failure):
                 raise item.error
             yield item
+
+    def has_item(self, otherwise: Callable[[], bool]) -> bool:
+        """Wait for an item or the end, and say that it is there; or, of which `wake` tells, for `otherwise`."""
+        with self._changed:
+            self._watched = True
+            while not self._items and not self._closed and not otherwise():
+                self._changed.wait()
+            self._watched = False
+            return bool(self._items) or self._closed
+
+    def wake(self) -> None:
+        # Who begins to watch just now looks at what has come true before it waits.
+        if self._watched:
+            with self._changed:
+                self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:

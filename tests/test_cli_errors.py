@@ -13,12 +13,14 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from click.testing import CliRunner
 from PIL import Image
 
 from qie.cli import precompute, predict, stats, train
+from qie.cli.common import explained
 from qie.precompute import precompute as write_shards
 from tests.stubs import StubEncoder, StubSource
 
@@ -541,3 +543,17 @@ def test_a_folder_without_an_adapter_is_refused(refused: Refused, lora: str) -> 
     message = refused(predict, *PAINT, "--lora", lora)
     assert "no adapter in this folder" in message and f"where:    {lora}" in message
     assert "pytorch_lora_weights.safetensors" in message
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_ctrl_c_that_a_library_made_an_error_of_is_an_interrupt(chained: bool) -> None:
+    @click.command()
+    @explained
+    def command() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            raise ModuleNotFoundError("could not import a part") from (interrupt if chained else None)
+
+    result = CliRunner().invoke(command)
+    assert result.exit_code == 130 and result.output.startswith("interrupted: ")

@@ -94,6 +94,22 @@ def test_a_stage_of_one_worker_never_has_two_items() -> None:
     assert len(list(Pipeline(three(middle=work)).run(range(200)))) == 200
 
 
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_what_is_done_does_not_wait_for_an_item_that_is_long_in_coming(workers: int) -> None:
+    left = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 0
+        assert left.wait(TIMEOUT_S), "it stayed in a stage"
+        yield 1
+
+    seen = []
+    for number in Pipeline(three(workers)).run(items()):
+        seen.append(number)
+        left.set()
+    assert seen == [0, 1]
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_consumer_that_is_slow_bounds_what_is_read(workers: int, depth: int) -> None:
@@ -243,6 +259,12 @@ def test_a_load_counts_items_and_the_time_of_its_workers() -> None:
     assert all(load.busy_s > 0 for load in pipeline.loads.values())
 
 
+def test_an_item_counts_by_its_size() -> None:
+    pipeline = Pipeline([Stage("pack", lambda text: text, size=len), Stage("one", lambda text: text)])
+    list(pipeline.run(["abc", "", "de"]))
+    assert {name: load.items for name, load in pipeline.loads.items()} == {"pack": 5, "one": 3}
+
+
 def test_an_item_that_fails_was_worked_on_too() -> None:
     pipeline = Pipeline([Stage("divide", lambda n: 1 // n)])
     with pytest.raises(ZeroDivisionError):
@@ -255,5 +277,6 @@ def test_the_share_of_a_load_is_of_all_its_workers_time() -> None:
     assert Load(10, busy_s=6.0, workers=3).share(8.0) == 0.25
     assert Load(10, busy_s=6.0, workers=1).share(0.0) == 0.0
     assert Load(1, 2.0, 3) + Load(10, 20.0, 30) == Load(11, 22.0, 33)
+    assert (Load(12, busy_s=6.0, workers=3).rate, Load().rate) == (6.0, 0.0)
     together = Load(10, 6.0, 1) + Load(10, 2.0, 1)
     assert together.share(8.0) == 0.5

@@ -21,13 +21,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from PIL import Image
 
-from qie.cli.common import human_bytes, quiet_imports, quiet_libraries
+from qie.cli.common import quiet_imports, quiet_libraries
 
 quiet_imports()
 from qie.config import Config, load_config
 from qie.data import open_stream
 from qie.encode.images import decode_image
 from qie.opening import open_painter, open_rows
+from qie.quantities import human_bytes
 from qie.recipe import Recipe
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes

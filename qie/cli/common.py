@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -47,10 +47,27 @@ def explained(command: Command) -> Command:
             click.echo(f"error: the system refuses: {error.strerror or error}\n  where:    {error.filename}", err=True)
             sys.exit(2 if error.errno in PATH_ERRORS else 1)
         except KeyboardInterrupt:
-            click.echo("interrupted: what was published stays; run the same command again to go on", err=True)
-            sys.exit(130)
+            _interrupted()
+        except Exception as error:
+            if not _was_interrupt(error):
+                raise
+            _interrupted()
 
     return wrapper  # type: ignore[return-value]
+
+
+def _interrupted() -> NoReturn:
+    click.echo("interrupted: what was published stays; run the same command again to go on", err=True)
+    sys.exit(130)
+
+
+def _was_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: transformers makes one of its own of whatever ends an import of its parts."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def quiet_imports() -> None:
@@ -126,25 +143,6 @@ class Progress:
             self._bar.write(line, file=sys.stderr)
         elif self._lines:
             click.echo(line, err=True)
-
-
-def human_bytes(count: float) -> str:
-    """1536 -> '1.5 kB', in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def human_time(seconds: float) -> str:
-    """4000 -> '1 h 6 min'."""
-    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
-    if days >= 2:
-        return f"{int(days)} d {int(hours % 24)} h"
-    if hours >= 1:
-        return f"{int(hours)} h {int(minutes % 60)} min"
-    return f"{int(minutes)} min {int(seconds % 60)} s" if minutes >= 1 else f"{seconds:.1f} s"
 
 
 class JsonLog:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,15 +13,14 @@ from qie.cli.common import (
     Progress,
     config_option,
     explained,
-    human_bytes,
-    human_time,
     quiet_libraries,
     quiet_option,
     set_option,
 )
+from qie.quantities import human_bytes, human_time
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from qie.config import Config
     from qie.data.sources import Source
@@ -104,13 +104,7 @@ def main(
         _print_estimate(found, encoder.recipe.digest)
         _finish(found.skipped)
     with Progress("encoding", wanted[1] - wanted[0], "rows", quiet=quiet) as progress, JsonLog(log_path) as log:
-
-        def follow(report: Report) -> None:
-            progress.at(report.rows, _note(report))
-            log.at(report.to_dict)
-
-        report = _precompute(config, rows, folder, wanted, options, follow)
-        log.last(report.to_dict())
+        report = _followed(partial(_precompute, config, rows, folder, wanted, options), wanted, progress, log)
     _print(report, folder)
     _finish(report.skipped)
 
@@ -136,8 +130,6 @@ def _settings(config: Config, options: dict[str, Any]) -> Settings:
 def _precompute(
     config: Config, rows: Source, folder: Folder, wanted: Range, options: dict[str, Any], progress: ReportProgress
 ) -> Report:
-    from functools import partial
-
     from qie.cli.assemble import open_job, worker_configs
     from qie.opening import open_encoder
     from qie.precompute import precompute
@@ -160,11 +152,33 @@ def _precompute(
     return precompute(rows, open_encoder(config), folder, **shared)
 
 
+def _followed(run: Callable[[ReportProgress], Report], wanted: Range, progress: Progress, log: JsonLog) -> Report:
+    from qie.precompute.report import Pace
+
+    pace = Pace(wanted[1] - wanted[0])
+
+    def follow(report: Report) -> None:
+        if pace.at(report):
+            progress.begin(pace.compared, pace.total)
+        progress.at(report.rows, _note(report))
+        log.at(lambda: pace.to_dict() | report.to_dict())
+
+    report = run(follow)
+    pace.at(report)
+    log.last(pace.to_dict() | report.to_dict())
+    return report
+
+
 def _note(report: Report) -> str:
-    """What stands behind the progress: how busy each stage is, and what was skipped."""
-    shares = [f"{name} {load.share(report.seconds):.0%}" for name, load in report.loads.items() if load.items]
-    skipped = [f"{len(report.skipped)} skipped"] if report.skipped else []
-    return ", ".join([*skipped, *(share for share in shares if not share.endswith(" 0%"))])
+    """What stands behind the progress: what is written and skipped, and how fast each stage is and how busy."""
+    counts = {"skipped": len(report.skipped), "shards being written by another run": report.shards_busy}
+    written = [human_bytes(report.bytes_written)] if report.bytes_written else []
+    stages = [
+        f"{name} {load.rate:.{0 if load.rate >= 10 else 2}f}/s {share:.0%}"
+        for name, load in report.loads.items()
+        if (share := load.share(report.seconds)) >= 0.01
+    ]
+    return ", ".join([*written, *(f"{count} {what}" for what, count in counts.items() if count), *stages])
 
 
 def _print(report: Report, folder: object) -> None:
@@ -180,8 +194,6 @@ def _print(report: Report, folder: object) -> None:
             f"{report.rows / report.seconds:.2f} rows/s in {human_time(report.seconds)}; "
             f"bottleneck: {report.bottleneck}, at work {load.share(report.seconds):.0%} of the time"
         )
-    if report.shards_busy:
-        click.echo(f"{report.shards_busy} shards are being written by another run and were left to it")
     if report.clipped:
         click.echo(f"{report.clipped} values were beyond FP16's range and were clipped; qie-stats says where")
 

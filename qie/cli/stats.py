@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Progress, explained, human_bytes, quiet_option, set_option
+from qie.cli.common import Progress, explained, quiet_option, set_option
+from qie.quantities import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

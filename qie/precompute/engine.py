@@ -9,10 +9,11 @@ encoder work at once on different rows, and memory does not grow with the datase
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from qie.errors import RowError
 from qie.precompute.ranges import Range
 from qie.precompute.report import Progress, Report
 from qie.precompute.reuse import Records
-from qie.precompute.work import Group, Kept, OpenShard, Settings, count
+from qie.precompute.work import Group, Item, Kept, OpenShard, Settings, Waiting, count, fresh_in, located, rows_in
 from qie.shards.index import Entry, ShardIndex, Skipped, row_inputs, shard_stem
 from qie.shards.reader import Shard
 from qie.shards.record import encode
@@ -35,6 +36,9 @@ from qie.types import Row, Sample
 READERS = 8
 DEPTH = 4
 """How many rows may wait before each stage: tens of megabytes each, before and behind the encoders."""
+
+LOOK_AGAIN_S = 1.0
+"""How often shards that another run is writing are looked at, once there is nothing else to do."""
 
 
 class Engine:
@@ -59,6 +63,7 @@ class Engine:
         self._recipe, self._progress = encoder.recipe, progress
         self._records = Records(output, settings.reuse, search_output=not settings.trust_published)
         self._writers: set[ShardWriter] = set()
+        self._over = threading.Event()
 
     def run(self, shards: Iterable[Range]) -> Report:
         """Bring `shards` up to date, in their order.
@@ -68,12 +73,13 @@ class Engine:
             ShardError, StoreError: a shard cannot be read or written. What is published stays.
         """
         report, started = Report(), time.monotonic()
+        self._over.clear()
         pipeline = Pipeline(self._stages(), DEPTH)
         try:
-            with (
-                ThreadPoolExecutor(READERS, thread_name_prefix="qie-compare") as pool,
-                closing(pipeline.run(self._iter_items(shards, pool))) as items,
-            ):
+            with ExitStack() as stack:
+                pool = stack.enter_context(ThreadPoolExecutor(READERS, thread_name_prefix="qie-compare"))
+                items = stack.enter_context(closing(pipeline.run(self._iter_items(shards, pool))))
+                stack.callback(self._over.set)  # first: the pipeline waits for its threads, one of which may be waiting
                 for item in items:
                     count(report, item)
                     report.loads, report.seconds = dict(pipeline.loads), time.monotonic() - started
@@ -81,26 +87,41 @@ class Engine:
         finally:
             for writer in self._writers:
                 writer.close()
-        report.loads, report.seconds = dict(pipeline.loads), time.monotonic() - started
+        report.loads, report.seconds, report.shards_busy = dict(pipeline.loads), time.monotonic() - started, 0
         return report
 
     def _stages(self) -> list[Stage]:
         def through(work: Callable[[Any], Any], group: Group) -> None:
             group.values = work(group.values) if group.values else []
 
-        stages = [("read", self._read, READERS), ("merge", self._merge, 1)]
-        stages += [(stage.name, partial(through, stage.work), stage.workers) for stage in self.encoder.stages]
-        stages += [("record", self._record, 1), ("write", self._write, 1), ("publish", self._publish, 1)]
-        return [Stage(name, partial(_of_groups, work), workers) for name, work, workers in stages]
+        encoding = [(one.name, partial(through, one.work), one.workers, fresh_in) for one in self.encoder.stages]
+        stages: list[tuple[str, Callable[[Group], None], int, Callable[[Item], int]]] = [
+            ("read", self._read, READERS, rows_in),
+            ("merge", self._merge, 1, rows_in),
+            *encoding,
+            ("record", self._record, 1, fresh_in),
+            ("write", self._write, 1, rows_in),
+            ("publish", self._publish, 1, rows_in),
+        ]
+        return [Stage(name, partial(_of_groups, work), workers, size) for name, work, workers, size in stages]
 
-    def _iter_items(self, shards: Iterable[Range], pool: ThreadPoolExecutor) -> Iterator[Group | Kept]:
-        for first, last in shards:
-            try:
-                yield from self._iter_shard(first, last, pool)
-            except ShardBusyError:
-                yield Kept(last - first, None)
+    def _iter_items(self, shards: Iterable[Range], pool: ThreadPoolExecutor) -> Iterator[Item]:
+        """All shards; last, those that another run writes: it publishes them, or dies and leaves them to this one."""
+        while True:
+            busy = []
+            for first, last in shards:
+                try:
+                    yield from self._iter_shard(first, last, pool)
+                except ShardBusyError:
+                    busy.append((first, last))
+            if not busy:
+                return
+            yield Waiting(len(busy))
+            if self._over.wait(LOOK_AGAIN_S):
+                return
+            shards = busy
 
-    def _iter_shard(self, first: int, last: int, pool: ThreadPoolExecutor) -> Iterator[Group | Kept]:
+    def _iter_shard(self, first: int, last: int, pool: ThreadPoolExecutor) -> Iterator[Item]:
         place = File(self.output, f"{shard_stem(first, last)}.json")
         older = self._published(place)
         if older and self._is_current(older.index, pool):
@@ -219,11 +240,11 @@ class Engine:
     def _skipped(self, error: RowError, number: int, key: str | None = None, variant: int = 0) -> Skipped:
         name, part = self.source.name(number), self.source.part(number)
         if self.settings.on_error == "stop":
-            raise _located(error, number, name) from error
+            raise located(error, number, name) from error
         return Skipped(number, name, error.what, key, part, variant)
 
 
-def _of_groups(work: Callable[[Group], None], item: Group | Kept) -> Group | Kept:
+def _of_groups(work: Callable[[Group], None], item: Item) -> Item:
     if isinstance(item, Group):
         work(item)
     return item
@@ -232,14 +253,3 @@ def _of_groups(work: Callable[[Group], None], item: Group | Kept) -> Group | Kep
 def _renamed(entry: Entry, row: Row) -> Entry:
     """The entry of another row with the same content."""
     return replace(entry, row=row.index, name=row.name, source=row.source, variant=row.variant, inputs=row_inputs(row))
-
-
-def _located(error: RowError, number: int, name: str) -> RowError:
-    where = f"row {number} ({name})" + (f", {error.where}" if error.where and error.where != name else "")
-    return RowError(
-        error.what,
-        where=where,
-        expected=error.expected,
-        found=error.found,
-        hint=error.hint or "--on-error skip goes on",
-    )

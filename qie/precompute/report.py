@@ -19,7 +19,8 @@ class Report:
         encoded: samples that were encoded.
         reused: samples that were there already, in their place or elsewhere.
         skipped: rows, or versions of them, that cannot be encoded.
-        shards_written, shards_kept, shards_busy: written; left as they were; left to another run that writes them now.
+        shards_written, shards_kept: written; left as they were.
+        shards_busy: that another run is writing, for which this one is waiting; 0 at the end.
         bytes_written: of tars.
         clipped: values clipped to FP16's range.
         loads: what each stage did.
@@ -86,7 +87,7 @@ class Report:
                 name: {
                     "items": load.items,
                     "busy": round(load.share(self.seconds), 4),
-                    "items_per_busy_s": round(load.items * load.workers / load.busy_s, 3) if load.busy_s else None,
+                    "items_per_busy_s": round(load.rate, 3) if load.busy_s else None,
                 }
                 for name, load in self.loads.items()
             },
@@ -94,3 +95,39 @@ class Report:
 
 
 Progress = Callable[[Report], object]
+
+
+@dataclass
+class Pace:
+    """How long a run still takes.
+
+    Of a run that was started again, rows that are there already come first. To compare them is quick and says nothing
+    of the others, so once samples are encoded only the time since then counts.
+
+    Attributes:
+        total: rows of the run.
+        compared, compared_s: rows that were done, and seconds that had passed, before the first sample was encoded.
+        remaining_s: about; None before anything is known.
+    """
+
+    total: int
+    compared: int = 0
+    compared_s: float = 0.0
+    remaining_s: float | None = None
+    _encodes: bool = False
+
+    def at(self, report: Report) -> bool:
+        """See how far a run is. True once: when it begins to encode behind rows that are there already."""
+        begins = not self._encodes and bool(report.encoded)
+        self._encodes = self._encodes or begins
+        done, seconds = report.rows, report.seconds
+        if self._encodes:
+            done, seconds = done - self.compared, seconds - self.compared_s
+        else:
+            self.compared, self.compared_s = done, seconds
+        self.remaining_s = round((self.total - report.rows) * seconds / done, 1) if done else None
+        return begins and self.compared > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a log, beside the report."""
+        return {"rows_total": self.total, "remaining_s": self.remaining_s}

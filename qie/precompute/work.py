@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from qie.data.variants import Versions
+from qie.errors import RowError
 from qie.precompute.report import Report
 from qie.shards.index import Entry, ShardIndex, Skipped
 from qie.shards.reader import Shard
@@ -66,22 +67,42 @@ class Group:
 
 @dataclass(frozen=True)
 class Kept:
-    """A shard that is left as it is; without an index, to another run that is writing it."""
+    """A shard that is left as it is."""
 
     rows: int
-    index: ShardIndex | None
+    index: ShardIndex
 
 
-def count(report: Report, item: Group | Kept) -> None:
+@dataclass(frozen=True)
+class Waiting:
+    """Nothing is left to do but shards that another run is writing."""
+
+    shards: int
+
+
+Item = Group | Kept | Waiting
+
+
+def rows_in(item: Item) -> int:
+    """The rows of a group. What passes through without work counts as none: it would make every stage look fast."""
+    return len(item.numbers) if isinstance(item, Group) else 0
+
+
+def fresh_in(item: Item) -> int:
+    """The samples of a group that are encoded."""
+    return len(item.fresh) if isinstance(item, Group) else 0
+
+
+def count(report: Report, item: Item) -> None:
     """Enter an item that left the last stage in the report."""
+    if isinstance(item, Waiting):
+        report.shards_busy = item.shards
+        return
     if isinstance(item, Kept):
         report.rows += item.rows
-        if item.index is None:
-            report.shards_busy += 1
-        else:
-            report.shards_kept += 1
-            report.reused += len(item.index.samples)
-            report.skipped += item.index.skipped
+        report.shards_kept += 1
+        report.reused += len(item.index.samples)
+        report.skipped += item.index.skipped
         return
     report.rows += len(item.numbers)
     skipped = [done for done in item.done if isinstance(done, Skipped)]
@@ -93,3 +114,15 @@ def count(report: Report, item: Group | Kept) -> None:
     if item.index is not None:
         report.shards_written += 1
         report.bytes_written += item.index.filesize
+
+
+def located(error: RowError, number: int, name: str) -> RowError:
+    """The error of a row that ends a run, with the row's number and name."""
+    where = f"row {number} ({name})" + (f", {error.where}" if error.where and error.where != name else "")
+    return RowError(
+        error.what,
+        where=where,
+        expected=error.expected,
+        found=error.found,
+        hint=error.hint or "--on-error skip goes on",
+    )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from qie.quantities import human_bytes
 from qie.report.markup import Html, cut, join, tag
 from qie.report.strip import coverage_strip, legend
-from qie.report.tables import counted, foreign, human_bytes, long_list, note, panel, table
+from qie.report.tables import counted, foreign, long_list, note, panel, table
 from qie.stats import Summary
 
 MOST_FAULTS = 100

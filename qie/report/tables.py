@@ -76,12 +76,3 @@ def _cell(cell: str, column: int, kind: str | None) -> Html:
     if column == 0:
         return tag("th", cell, scope="row", class_=kind)
     return tag("td", cell, class_="bar-cell" if cell.startswith("<svg") and isinstance(cell, Html) else kind)
-
-
-def human_bytes(count: float) -> str:
-    """1536 -> '1.5 kB', as the commands say it; theirs lies where nothing here may import from."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

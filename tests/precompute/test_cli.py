@@ -63,6 +63,10 @@ def test_the_log_is_json_lines_with_stages_and_the_bottleneck(config: Path, tmp_
     assert first["stages"][first["bottleneck"]] == busiest
     assert f"bottleneck: {first['bottleneck']}" in result.stdout
     assert (second["encoded"], second["reused"], second["shards_kept"]) == (0, 5, 3)
+    assert all((line["rows_total"], line["remaining_s"]) == (5, 0) for line in (first, second))
+    assert first["bytes_written"] > 0 == second["bytes_written"]
+    assert first["stages"]["vae"]["items"] == 5 and first["stages"]["vae"]["items_per_busy_s"] > 0
+    assert second["stages"]["vae"]["items"] == 0, "what is kept is not counted as work"
     assert all("time" in line and line["seconds"] >= 0 for line in (first, second))
 
 

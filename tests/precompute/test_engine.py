@@ -11,7 +11,7 @@ import pytest
 
 from qie.data.variants import Versions
 from qie.errors import RecipeMismatchError, RowError, ShardError, UsageError
-from qie.precompute import Report, Settings, precompute
+from qie.precompute import Report, Settings, engine, precompute
 from qie.shards.reader import Shard
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import published, rows_of
@@ -21,6 +21,11 @@ from qie.types import Row, Sample
 from tests.stubs import RECIPE, StubEncoder, StubSource
 
 TIMEOUT_S = 20
+
+
+@pytest.fixture(autouse=True)
+def _looks_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "LOOK_AGAIN_S", 0.01)
 
 
 def run(
@@ -439,18 +444,60 @@ def test_what_killed_runs_left_is_removed_and_nothing_else(tmp_path: Path) -> No
 
 
 def test_two_runs_on_one_range_share_it(tmp_path: Path) -> None:
-    """The first is in the middle of a shard when the second comes, which leaves that shard to it."""
+    """The first is in the middle of a shard when the second comes, which ends when that shard is there, too."""
     source, output = StubSource.of(24), tmp_path / "out"
     second: list[tuple[Report, list[int]]] = []
+    waits = threading.Event()
+
+    def follow(report: Report) -> None:
+        if report.shards_busy:
+            waits.set()
+
+    thread = threading.Thread(target=lambda: second.append(run(source, output, progress=follow)))
+
+    def begin() -> None:
+        thread.start()
+        assert waits.wait(TIMEOUT_S)
+
     # Row 8 is read while shards up to its own have writers, and later ones not all.
-    first, encoded = run(Once(source, 8, lambda: second.append(run(source, output))), output)
+    first, encoded = run(Once(source, 8, begin), output)
+    thread.join(TIMEOUT_S)
     ((other, other_encoded),) = second
-    assert other.shards_busy >= 1
-    assert other.rows == first.rows == 24
+    assert (first.rows, first.shards_busy, other.rows, other.shards_busy) == (24, 0, 24, 0)
     assert sorted(encoded + other_encoded) == list(range(24)), "rows were encoded twice, or never"
-    assert first.encoded + first.reused + 4 * first.shards_busy == 24
+    assert first.encoded + first.reused == other.encoded + other.reused == 24
     run(source, tmp_path / "fresh")
     assert files(output) == files(tmp_path / "fresh")
+
+
+def test_a_shard_that_another_run_gives_up_is_written(tmp_path: Path) -> None:
+    """As by a run that was killed while this one had begun already: nothing is missing when this one ends."""
+    source, output = StubSource.of(24), tmp_path / "out"
+    other = ShardWriter(output, 8, 12, RECIPE).__enter__()
+    seen: list[tuple[int, int]] = []
+
+    def follow(report: Report) -> None:
+        seen.append((report.rows, report.shards_busy))
+        if report.shards_busy:
+            other.close()
+
+    report, encoded = run(source, output, progress=follow)
+    assert (20, 1) in seen, "it did not do all else first"
+    assert encoded == list(range(24)) and (report.rows, report.shards_busy, report.shards_written) == (24, 0, 6)
+    run(source, tmp_path / "fresh")
+    assert files(output) == files(tmp_path / "fresh")
+
+
+def test_a_run_that_waits_for_another_one_can_be_interrupted(tmp_path: Path) -> None:
+    def interrupt(report: Report) -> None:
+        if report.shards_busy:
+            raise KeyboardInterrupt
+
+    with ShardWriter(tmp_path / "out", 8, 12, RECIPE):
+        with pytest.raises(KeyboardInterrupt):
+            run(StubSource.of(24), tmp_path / "out", progress=interrupt)
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("qie-")] == []
+        assert len(published(tmp_path / "out")) == 5
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -512,7 +559,9 @@ def test_the_reports_numbers_add_up_all_the_way(tmp_path: Path, variants: int) -
     assert report.bytes_written == sum(path.stat().st_size for path in written)
     assert seen == sorted(seen), "a count went backwards"
     assert seen[-1] == (30, report.encoded, report.reused, len(report.skipped), 6)
-    assert {name: load.items for name, load in report.loads.items()}["publish"] == len(seen)
+    # What is kept passes through all stages, and counts in none.
+    items = {name: load.items for name, load in report.loads.items()}
+    assert (items["read"], items["encode"], items["publish"]) == (22, 21 * variants + variants, 22)
     values = report.to_dict()
     assert values["rows"] == 30 and values["bottleneck"] in values["stages"]
     assert all(0 <= stage["busy"] <= 1 for stage in values["stages"].values())

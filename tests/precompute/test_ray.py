@@ -1,4 +1,5 @@
-"""On a Ray cluster: what one process writes, although workers die. In a process of its own, for Ray leaves traces."""
+"""On a Ray cluster of two nodes: what one process writes, although workers and a node die. In a process of its own, for
+Ray leaves traces."""
 
 from __future__ import annotations
 
@@ -29,25 +30,33 @@ import json, logging, sys, time
 from functools import partial
 from pathlib import Path
 import ray
+from ray.cluster_utils import Cluster
 from qie.precompute import Settings
 from qie.precompute.ray import gpus_of, precompute_on_ray
 from qie.stores import open_folder
 from tests.precompute import openers
 
 work, session = Path(sys.argv[1]), sys.argv[2]
-ray.init(
-    num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _temp_dir=session
-)
+head = dict(num_cpus=0, num_gpus=0, include_dashboard=False, temp_dir=session)
+cluster = Cluster(initialize_head=True, head_node_args=head)
+nodes = [cluster.add_node(num_cpus=1, num_gpus=0) for _ in range(2)]
+cluster.wait_for_nodes()
+ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
 
 def say(name, **values):
     print(json.dumps({"name": name} | values), flush=True)
 
-def run(name, opener, gpus=0, rows=ROWS, **settings):
+def run(name, opener, gpus=0, rows=ROWS, follow=lambda rows: None, **settings):
     seen, started = [], time.monotonic()
+
+    def progress(report):
+        seen.append(report.rows)
+        follow(report.rows)
+
     try:
         report = precompute_on_ray(
             opener, open_folder(work / name), rows=(0, rows), gpus=gpus, shard_size=SHARD_SIZE,
-            settings=Settings(**settings), progress=lambda report: seen.append(report.rows),
+            settings=Settings(**settings), progress=progress,
         )
     except Exception as error:
         say(name, error=type(error).__name__, base=[kind.__name__ for kind in type(error).__mro__], text=str(error))
@@ -63,7 +72,18 @@ run("gpus", partial(openers.plain, ROWS), gpus=1)
 run("slow", partial(openers.slow, 32), rows=32)
 say("counts", found=[gpus_of("auto", "auto"), gpus_of("cpu", "cpu"), gpus_of("cuda:0", "cuda:0"),
                      gpus_of("cuda:0", "cuda:1"), gpus_of("cpu", "cuda:0")])
+
+def kill_a_node(rows):
+    if len(nodes) == 2:
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+
+run("bereft", partial(openers.slow, 32), rows=32, follow=kill_a_node)
+gone = time.monotonic() + 60  # the head learns of a dead node from its silence
+while (left := sum(node["Alive"] for node in ray.nodes())) > 2 and time.monotonic() < gone:
+    time.sleep(0.1)
+say("left", nodes=left)
 ray.shutdown()
+cluster.shutdown()
 """.replace("ROWS", str(ROWS)).replace("SHARD_SIZE", str(SHARD_SIZE))
 
 
@@ -147,6 +167,14 @@ def test_a_task_whose_worker_was_killed_is_tried_again_and_goes_on_where_it_was(
     assert files(told[0] / "dying") == whole
     assert (report["rows"], report["skipped"]) == (60, 2)
     assert report["encoded"] + report["reused"] == 58
+
+
+def test_when_a_node_dies_its_tasks_go_to_the_other_one(told) -> None:
+    (report,), (left,) = of(told, "bereft"), of(told, "left")
+    assert "error" not in report, report
+    assert left["nodes"] == 2, "the head and one of two nodes are left"
+    assert (report["rows"], report["encoded"] + report["reused"], report["skipped"]) == (32, 32, 0)
+    assert files(told[0] / "bereft") == files(told[0] / "slow")
 
 
 def test_an_error_of_a_task_arrives_as_it_is(told) -> None:

@@ -134,7 +134,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_row_and_column(tmp_path: Path) 
     dataset = made().remove_columns("prompt").add_column("prompt", [1, 2, 3])
     place = saved(tmp_path / "x", dataset)
     error = refused(RowError, place, 1)
-    assert (error.where, error.found) == (f"{place}, row 1, column prompt", "a number")
+    assert (error.where, error.what) == (f"{place}, row 1, column prompt", "prompt: a number instead of text")
 
 
 def test_paths_in_a_dataset_stay_in_its_folder(tmp_path: Path) -> None:

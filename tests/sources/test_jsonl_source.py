@@ -55,7 +55,8 @@ def test_an_image_may_be_inline(table: Table, image: object) -> None:
 )
 def test_an_inline_image_that_is_no_base64_is_refused(table: Table, image: object) -> None:
     error = refused(RowError, table.jsonl([values(0, path_control=image)]), 0)
-    assert error.what == "an image cannot be read" and "line 1, column path_control" in str(error.where)
+    assert error.what == "path_control: an image cannot be read"
+    assert "line 1, column path_control" in str(error.where)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_line_and_column(
 ) -> None:
     place = table.jsonl([values(0), values(1) | given])
     error = refused(RowError, place, 1)
-    assert (error.what, error.found) == ("a value is of the wrong type", found)
+    assert error.what.startswith(f"{column}: {found} instead of "), "the list of skipped rows keeps this alone"
     assert error.where == f"{place}, line 2, column {column}"
 
 
@@ -106,10 +107,10 @@ def test_a_value_of_the_wrong_type_is_refused_by_line_and_column(
         ({"path_target": ["images/t0.png", "images/t1.png"]}, "several target images"),
         ({"path_control": []}, "no control image"),
         ({"path_control": ""}, "no control image"),
-        ({"path_control": ["images/c0.png", None]}, "an image is empty"),
-        ({"path_control": ["images/c0.png", ""]}, "an image is empty"),
-        ({"path_control": {"bytes": None, "path": None}}, "an image is empty"),
-        ({"path_control": {"bytes": ""}}, "an image is empty"),
+        ({"path_control": ["images/c0.png", None]}, "path_control: an image is empty"),
+        ({"path_control": ["images/c0.png", ""]}, "path_control: an image is empty"),
+        ({"path_control": {"bytes": None, "path": None}}, "path_control: an image is empty"),
+        ({"path_control": {"bytes": ""}}, "path_control: an image is empty"),
         ({"path_control_2": "images/c0.png"}, "its controls are not numbered 1, 2, 3 … without gaps"),
         ({"prompt": None}, "no prompt"),
         ({"prompts": [None]}, "a caption is empty"),
@@ -240,7 +241,7 @@ def test_a_path_out_of_the_root_is_refused_by_itself(table: Table, tmp_path: Pat
     ):
         for role in ("path_target", "path_control", "mask"):
             error = refused(RowError, table.jsonl([values(0, **{role: path})]), 0)
-            assert (error.what, error.where) == ("a path outside the source's root", path)
+            assert (error.what, error.where) == (f"{role}: a path outside the source's root", path)
 
 
 def test_the_folder_of_a_manifest_may_be_a_link(table: Table, tmp_path: Path) -> None:

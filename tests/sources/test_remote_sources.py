@@ -115,7 +115,9 @@ def test_what_is_not_there_is_refused_at_once(bucket: Bucket, table: Table, name
 @pytest.mark.parametrize("path", ["../x.png", "/etc/passwd", "a/../../x.png", "..", ".", "a\\b", "a\0b"])
 def test_a_path_out_of_the_root_is_refused(bucket: Bucket, table: Table, path: str) -> None:
     table.jsonl([values(0, path_control=path)])
-    assert refused(RowError, f"{bucket.url}/rows/rows.jsonl", 0).what == "a path outside the source's root"
+    assert (
+        refused(RowError, f"{bucket.url}/rows/rows.jsonl", 0).what == "path_control: a path outside the source's root"
+    )
 
 
 def test_a_path_may_go_down_and_up_again(bucket: Bucket, table: Table) -> None:

@@ -119,7 +119,7 @@ def test_a_row_that_lacks_something_is_refused_and_keeps_its_index(
         ("json", b"{", "no JSON"),
         ("json", b"[" * 100_000, "no JSON"),
         ("json", b"[]", "no JSON object"),
-        ("json", b'{"prompt": 3}', "wrong type"),
+        ("json", b'{"prompt": 3}', "prompt: a number instead of text"),
         ("json", b'{"words": "p"}', "no prompt"),
     ],
 )
@@ -148,6 +148,21 @@ def test_a_member_that_stands_twice_is_refused(tar: Path) -> None:
 NAMES = ["a.png", "a.b.c", "./a.png", "d.e/a.b.png", "a", ".a", "d/.a.b", "a.", "é/日本.target.png", "d/a.B", "x/y/z.w"]
 
 
+@pytest.mark.parametrize(
+    "packed",
+    [
+        [*members("a", *ROW), *members("b", *ROW), *members("a", *ROW)],
+        [(f"{key}.{ending}", b"x") for ending in ROW for key in "ab"],
+    ],
+    ids=["two rows", "files by kind"],
+)
+def test_two_rows_of_one_key_are_refused(tar: Path, packed: list[tuple[str, bytes]]) -> None:
+    """As webdataset, which makes a row of what stands together, would take them for rows that lack something."""
+    error = refused(SourceError, write_tar(tar, packed))
+    assert error.what == "two rows have the same name" and str(error.found)[:3] in ("a, ", "b, ")
+    assert str(tar) in str(error.where) and "tar --sort=name" in str(error.hint)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_members_are_divided_into_key_and_ending_as_webdataset_does(name: str) -> None:
     match = tars._MEMBER.fullmatch(name)
@@ -156,7 +171,7 @@ def test_members_are_divided_into_key_and_ending_as_webdataset_does(name: str) -
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_rows_are_those_of_webdataset(tar: Path, format: int) -> None:
-    keys = ["a", "d.e/b", "x/" * 60 + "c" * 80, "日本" * 10, "z", "a"]
+    keys = ["a", "d.e/b", "x/" * 60 + "c" * 80, "日本" * 10, "z"]
     content = [member for key in keys for member in members(key, *ROW, "control_1.png")]
     content[3:3] = [("__meta__/x.png", b"-"), ("README", b"-"), ("__x__", b"-"), (".hidden.png", b"-")]
     if format != tarfile.USTAR_FORMAT:

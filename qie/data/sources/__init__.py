@@ -4,9 +4,10 @@ from qie.data.sources.csv_source import CsvSource
 from qie.data.sources.folder import CONTROL_FOLDERS, IMAGE_SUFFIXES, TARGET_FOLDERS, FolderSource
 from qie.data.sources.huggingface import DatasetSource
 from qie.data.sources.jsonl_source import JsonlSource
+from qie.data.sources.kinds import open_source
 from qie.data.sources.mixture import Mixture, Part, SourceSpec
 from qie.data.sources.parquet import ParquetSource
-from qie.data.sources.source import Source, open_source
+from qie.data.sources.source import Source
 from qie.data.sources.tars import TarSource
 
 __all__ = [

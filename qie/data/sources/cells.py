@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qie.data.sources.columns import Roles
+from qie.data.sources.files import readable
 from qie.data.sources.places import Place, bytes_named
 from qie.errors import RowError
 from qie.types import Row
@@ -66,9 +67,8 @@ class Cells:
     def name(self, otherwise: str) -> str:
         """What the owner calls the row: the cell of the column for it, if it has one."""
         value = self.values.get(self.roles.name) if self.roles.name else None
-        return (
-            str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "" else otherwise
-        )
+        given = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
+        return readable(str(value)) if given else otherwise
 
     def _controls(self) -> tuple[bytes, ...]:
         further = self._numbered(self.roles.more_controls, "controls")
@@ -94,14 +94,17 @@ class Cells:
                 return _data_url(content)
             if isinstance(content, str) and content and self.place:
                 return bytes_named(content, self.place)
+        except RowError as error:
+            error.what = f"{column}: {error.what}"  # which of a row's images, in the list of skipped rows
+            raise
         except ValueError as error:
             raise RowError(
-                "an image cannot be read",
+                f"{column}: an image cannot be read",
                 where=f"{self.where}, column {column}",
                 found=f"{str(value)[:80]!r}: {error}",
             ) from error
         if content is None or content in ("", b""):
-            raise RowError("an image is empty", where=f"{self.where}, column {column}")
+            raise RowError(f"{column}: an image is empty", where=f"{self.where}, column {column}")
         if not isinstance(content, bytes):
             raise self._wrong(column, "a path, a URL or an image", content)
         return content
@@ -156,12 +159,8 @@ class Cells:
         return RowError(f"no {role}", where=self.where, found=f"columns {present}" if present else "no columns")
 
     def _wrong(self, column: str | None, expected: str, value: object) -> RowError:
-        return RowError(
-            "a value is of the wrong type",
-            where=f"{self.where}, column {column}",
-            expected=expected,
-            found=_TYPES.get(type(value), type(value).__name__),
-        )
+        found = _TYPES.get(type(value), type(value).__name__)
+        return RowError(f"{column}: {found} instead of {expected}", where=f"{self.where}, column {column}")
 
 
 def _inline(value: dict[str, object]) -> object:

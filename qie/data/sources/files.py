@@ -157,6 +157,11 @@ class _Ranges(io.RawIOBase):
         return len(part)
 
 
+def readable(name: str) -> str:
+    """A name that can be written down: line ends, control characters and bytes that are no Unicode as escapes."""
+    return name if name.isprintable() else repr(name)[1:-1]
+
+
 def row_bytes(file: File) -> bytes:
     """A file of one row, whole.
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from qie.data.sources.files import File, row_bytes
+from qie.data.sources.files import File, readable, row_bytes
 from qie.data.sources.places import Place
 from qie.errors import RowError, SourceError
 from qie.types import Row
@@ -95,7 +95,7 @@ class FolderSource:
         return len(self.stems)
 
     def name(self, index: int) -> str:
-        return self.stems[index]
+        return readable(self.stems[index])
 
     def part(self, index: int) -> str:
         del index
@@ -116,7 +116,7 @@ class FolderSource:
         prompt, *more_prompts = (_decoded(text) for text in prompts if text)
         return Row(
             index=range(len(self))[index],
-            name=stem,
+            name=self.name(index),
             target=row_bytes(target),
             controls=tuple(row_bytes(image) for image in controls if image),
             prompt=prompt,

@@ -18,6 +18,7 @@ import numpy as np
 from qie.data.sources.cells import Cells
 from qie.data.sources.columns import Roles, checked_roles
 from qie.data.sources.extras import library
+from qie.data.sources.files import readable
 from qie.data.sources.lines import equal_pairs
 from qie.data.sources.places import LocalPlace
 from qie.errors import SourceError
@@ -127,7 +128,7 @@ class DatasetSource:
         return len(self.dataset)
 
     def name(self, index: int) -> str:
-        label = f"{self.label}[{range(len(self))[index]}]"
+        label = self._label(index)
         if self.roles.name is None:
             return label
         values = self.dataset.select_columns([self.roles.name])[range(len(self))[index]].to_pylist()[0]
@@ -141,7 +142,10 @@ class DatasetSource:
         index = range(len(self))[index]
         values = self.dataset[index].to_pylist()[0]
         cells = Cells(values, self.roles, f"{self.where}, row {index}", self.place)
-        return cells.row(index, cells.name(f"{self.label}[{index}]"))
+        return cells.row(index, cells.name(self._label(index)))
+
+    def _label(self, index: int) -> str:
+        return readable(f"{self.label}[{range(len(self))[index]}]")
 
     def _check_names(self) -> None:
         names: Iterable[Any] = self.dataset.select_columns([self.roles.name])[:][self.roles.name].to_pylist()

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from qie.data.sources.files import File
+from qie.data.sources.files import File, readable
 from qie.data.sources.places import Place
 from qie.errors import RowError, SourceError
 
@@ -58,7 +58,7 @@ class TextRows:
         return f"{self.file.where}, line {self.lines[index]}"
 
     def label(self, index: int) -> str:
-        return f"{self.file.name}:{self.lines[index]}"
+        return f"{readable(self.file.name)}:{self.lines[index]}"
 
     def check_names(self, hashes: array[int], name: Callable[[int], str]) -> None:
         """Raise SourceError when two rows have one name.

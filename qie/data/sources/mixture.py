@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qie.data.sources.files import readable
 from qie.errors import SourceError
 from qie.types import Row
 
@@ -62,7 +63,7 @@ class SourceSpec:
     @property
     def title(self) -> str:
         """What it is called in the mixture."""
-        return self.name or _stem(self.source)
+        return readable(self.name or _stem(self.source))
 
 
 @dataclass(frozen=True)

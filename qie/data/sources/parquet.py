@@ -15,7 +15,7 @@ import numpy as np
 from qie.data.sources.cells import Cells
 from qie.data.sources.columns import Roles, checked_roles
 from qie.data.sources.extras import library
-from qie.data.sources.files import File, source_size
+from qie.data.sources.files import File, readable, source_size
 from qie.data.sources.lines import equal_pairs
 from qie.data.sources.places import Place
 from qie.errors import RowError, SourceError
@@ -46,7 +46,7 @@ class ParquetFile:
 
     def label(self, row: int) -> str:
         name = self.names[row].as_py() if self.names is not None else None
-        return f"{self.file.name}[{row}]" if name in (None, "") else str(name)
+        return readable(f"{self.file.name}[{row}]" if name in (None, "") else str(name))
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from qie.data.sources.cells import Cells
 from qie.data.sources.columns import NAME, PROMPT, PROMPT_LIST, checked_roles, roles_of
-from qie.data.sources.files import File, LocalFile, source_size
+from qie.data.sources.files import File, LocalFile, readable, source_size
 from qie.data.sources.folder import IMAGE_SUFFIXES
+from qie.data.sources.lines import equal_pairs
 from qie.data.sources.tar_members import iter_members
 from qie.errors import RowError, SourceError
 from qie.types import Row
@@ -62,10 +63,10 @@ class Tar:
 
     @classmethod
     def open(cls, file: File) -> Tar:
-        """Read the headers. Raises SourceError when it is not there, cut, or holds a member twice."""
+        """Read the headers. Raises SourceError when it is not there, cut, or holds a member or a row twice."""
         size = source_size(file)
         endings: dict[str, int] = {}
-        members, stops, key_stops, keys = array("q"), array("q"), array("q"), bytearray()
+        members, stops, key_stops, hashes, keys = array("q"), array("q"), array("q"), array("q"), bytearray()
         current, seen = None, set[str]()
         with file.open(REMOTE_BUFFER_BYTES) as stream:
             for name, offset, file_bytes in iter_members(stream, size, file.where):
@@ -80,6 +81,7 @@ class Tar:
                     seen.clear()
                     keys += key.encode("utf-8", "surrogateescape")
                     key_stops.append(len(keys))
+                    hashes.append(hash(key))
                 if ending in seen:
                     raise SourceError("the tar holds a file twice", where=f"{file.where}, byte {offset}", found=name)
                 seen.add(ending)
@@ -87,14 +89,26 @@ class Tar:
         if current is not None:
             stops.append(len(members) // 3)
         shaped = np.array(members, np.int64).reshape(-1, 3)
-        return cls(file, size, tuple(endings), shaped, np.array(stops), bytes(keys), np.array(key_stops))
+        tar = cls(file, size, tuple(endings), shaped, np.array(stops), bytes(keys), np.array(key_stops))
+        tar._check_keys(hashes)
+        return tar
 
     def __len__(self) -> int:
         return len(self.stops)
 
     def key(self, row: int) -> str:
         start = int(self.key_stops[row - 1]) if row else 0
-        return self.keys[start : int(self.key_stops[row])].decode("utf-8", "replace")
+        return self.keys[start : int(self.key_stops[row])].decode("utf-8", "surrogateescape")
+
+    def _check_keys(self, hashes: array[int]) -> None:
+        for first, second in equal_pairs(np.frombuffer(hashes, np.int64)):
+            if self.key(first) == self.key(second):
+                raise SourceError(
+                    "two rows have the same name",
+                    where=f"{self.file.where}, byte {self.members[self.stops[second - 1], 0]}",
+                    found=f"{readable(self.key(second))}, with other rows between its files",
+                    hint="give each row a key of its own; pack the files of a row together, as with tar --sort=name",
+                )
 
     def row(self, row: int) -> dict[str, tuple[int, int]]:
         """Offset and bytes of the row's members, by ending."""
@@ -146,7 +160,7 @@ class TarSource:
 
     def name(self, index: int) -> str:
         tar, row = self._find(index)
-        return f"{tar.file.name}/{tar.key(row)}"
+        return readable(f"{tar.file.name}/{tar.key(row)}")
 
     def part(self, index: int) -> str:
         del index

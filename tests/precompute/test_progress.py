@@ -1,0 +1,39 @@
+"""What a run says of itself while it goes on: rates, bytes, what is left."""
+
+from __future__ import annotations
+
+from qie.cli.precompute import _note
+from qie.precompute import Report
+from qie.precompute.report import Pace
+from qie.shards.index import Skipped
+from qie.stages import Load
+
+
+def test_what_is_left_goes_by_the_rows_that_are_done() -> None:
+    pace = Pace(100)
+    assert pace.remaining_s is None and not pace.at(Report())
+    assert pace.remaining_s is None, "nothing is known yet"
+    assert not pace.at(Report(rows=20, encoded=20, seconds=10.0))
+    assert pace.remaining_s == 40.0
+    pace.at(Report(rows=100, encoded=99, seconds=50.0))
+    assert pace.to_dict() == {"rows_total": 100, "remaining_s": 0.0}
+
+
+def test_rows_that_are_there_already_do_not_make_the_others_look_fast() -> None:
+    """A run that is started again compares a million rows in minutes, and encodes ten in as many."""
+    pace = Pace(1000)
+    assert not pace.at(Report(rows=800, reused=800, seconds=8.0))
+    assert pace.remaining_s == 2.0
+    assert pace.at(Report(rows=810, reused=800, encoded=10, seconds=18.0)), "it begins to encode"
+    assert (pace.compared, pace.remaining_s) == (800, 190.0)
+    assert not pace.at(Report(rows=820, reused=800, encoded=20, seconds=28.0))
+    assert pace.remaining_s == 180.0
+
+
+def test_the_bar_shows_bytes_skipped_rows_and_each_stages_rate_and_share() -> None:
+    loads = {"read": Load(40, 0.01, 8), "vae": Load(40, 9.0), "text": Load(3, 5.0)}
+    gone = [Skipped(3, "row3", "broken")]
+    report = Report(rows=41, encoded=40, bytes_written=1_500_000, skipped=gone, loads=loads, seconds=10.0)
+    assert _note(report) == "1.5 MB, 1 skipped, vae 4.44/s 90%, text 0.60/s 50%"
+    assert _note(Report(shards_busy=2)) == "2 shards being written by another run"
+    assert _note(Report(loads={"vae": Load(40, 2.0)}, seconds=2.0)) == "vae 20/s 100%"

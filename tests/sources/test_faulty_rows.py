@@ -1,0 +1,207 @@
+"""The same faults in every kind of source: what cannot be opened is refused with what is there; a row that cannot be
+encoded is skipped with a reason that says which of its parts it was, and the rows beside it are encoded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from qie.data.sources import open_source
+from qie.errors import SourceError
+from qie.precompute import precompute
+from qie.shards.reader import Shard
+from qie.shards.storage import published
+from tests.sources.tables import Table, refused, write_tar
+from tests.stubs import StubEncoder
+
+TABLES = ["csv", "jsonl", "parquet", "dataset"]
+EVERY = [*TABLES, "tar", "folder"]
+
+_MEMBERS = {"path_target": "target.png", "path_control": "control.png", "prompt": "txt"}
+_FILES = {
+    "path_target": "training_images/{}.png",
+    "path_control": "control_images/{}.png",
+    "prompt": "training_images/{}.txt",
+}
+
+Rows = list[dict[str, object]]
+
+
+@pytest.fixture(autouse=True)
+def _no_bars() -> Iterator[None]:
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture
+def rows() -> Rows:
+    names = ({"path_target": f"t{n}.png", "path_control": f"c{n}.png", "prompt": f"do {n}"} for n in range(3))
+    return [dict(row) for row in names]
+
+
+def write(kind: str, table: Table, rows: Rows) -> Path:
+    """Rows as a source; their images lie beside it, or in it where a source holds images."""
+    place = table.root / ("rows" if kind == "folder" else f"rows.{kind}")
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    if kind == "csv":
+        table.csv(zip(*columns.values(), strict=True), list(columns))  # type: ignore[arg-type]
+    elif kind == "jsonl":
+        place.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table(columns), place)
+    elif kind == "dataset":
+        datasets.Dataset.from_dict(columns).save_to_disk(place)
+    elif kind == "tar":
+        parts = [(row.get("name", index), column, row) for index, row in enumerate(rows) for column in _MEMBERS]
+        members = [(f"{name}.{_MEMBERS[column]}", str(row[column])) for name, column, row in parts if column in row]
+        write_tar(place, [(name, content.encode()) for name, content in members])
+    else:
+        for folder in ("training_images", "control_images"):
+            (place / folder).mkdir(parents=True)
+        for index, row in enumerate(rows):
+            for column, file in _FILES.items():
+                if column in row:
+                    (place / file.format(index)).write_text(str(row[column]))
+    for name in (f"{letter}{n}.png" for letter in "tc" for n in range(3)):
+        (place if kind == "dataset" else table.root).joinpath(name).write_text(name)
+    return place
+
+
+def skipped(place: Path, output: Path) -> dict[int, str]:
+    """Reasons by row, as the shards keep them, of a run in which all other rows are encoded."""
+    source, encoder = open_source(place), StubEncoder()
+    report = precompute(source, encoder, output, rows=(0, len(source)))
+    assert report.encoded + len(report.skipped) == len(source)
+    kept = [gone for index in published(output) for gone in Shard(index).index.skipped]
+    assert kept == report.skipped
+    return {gone.row: gone.reason for gone in kept}
+
+
+@pytest.mark.parametrize("column", ["path_target", "path_control", "prompt"])
+@pytest.mark.parametrize("kind", [*TABLES, "tar"])
+def test_a_missing_column_is_refused_with_those_there_are(table: Table, rows: Rows, kind: str, column: str) -> None:
+    for row in rows:
+        del row[column]
+    error = refused(SourceError, write(kind, table, rows))
+    assert error.what.startswith("no column holds the ") and column in str(error.expected)
+    assert len(str(error.found).split(", ")) == 2, "it does not say which columns there are"
+
+
+@pytest.mark.parametrize(("column", "reason"), [("path_control", "no control image"), ("prompt", "no prompt")])
+@pytest.mark.parametrize("kind", ["tar", "folder"])
+def test_what_one_row_of_files_lacks_is_its_reason(
+    table: Table, rows: Rows, tmp_path: Path, kind: str, column: str, reason: str
+) -> None:
+    del rows[1][column]
+    assert skipped(write(kind, table, rows), tmp_path / "out") == {1: reason}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_an_empty_cell_is_its_rows_reason(table: Table, rows: Rows, tmp_path: Path, kind: str) -> None:
+    rows[1]["path_target"] = None
+    assert skipped(write(kind, table, rows), tmp_path / "out") == {1: "no target image"}
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("prompt", 3, "prompt: a number instead of text"),
+        ("path_target", 3, "path_target: a number instead of a path, a URL or an image"),
+        ("path_control", True, "path_control: true or false instead of a path, a URL or an image"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+def test_a_value_of_the_wrong_type_is_named_by_its_column(
+    table: Table, rows: Rows, tmp_path: Path, kind: str, column: str, value: object, reason: str
+) -> None:
+    for row in rows:
+        row[column] = value
+    assert skipped(write(kind, table, rows), tmp_path / "out") == dict.fromkeys(range(3), reason)
+
+
+@pytest.mark.parametrize("kind", [*TABLES, "tar"])
+def test_two_rows_of_one_name_are_refused(table: Table, rows: Rows, kind: str) -> None:
+    for row, name in zip(rows, ("same", "other", "same"), strict=True):
+        row["name"] = name
+    error = refused(SourceError, write(kind, table, rows))
+    assert error.what == "two rows have the same name" and "same" in str(error.found)
+
+
+def test_two_images_of_one_name_are_refused_in_a_folder(table: Table, rows: Rows) -> None:
+    place = write("folder", table, rows)
+    (place / "training_images" / "1.jpg").write_text("another")
+    assert refused(SourceError, place).what == "two images have the same name"
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_path_that_leads_nowhere_is_its_rows_reason(table: Table, rows: Rows, tmp_path: Path, kind: str) -> None:
+    rows[1]["path_control"] = "gone.png"
+    reason = "path_control: a file cannot be read: No such file or directory"
+    assert skipped(write(kind, table, rows), tmp_path / "out") == {1: reason}
+
+
+def test_a_link_that_leads_nowhere_is_its_rows_reason(table: Table, rows: Rows, tmp_path: Path) -> None:
+    place = write("folder", table, rows)
+    (place / "control_images" / "1.png").unlink()
+    (place / "control_images" / "1.png").symlink_to("gone.png")
+    assert skipped(place, tmp_path / "out") == {1: "a file cannot be read: No such file or directory"}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("path", ["../../secret.png", "{}/secret.png", "/etc/passwd"])
+def test_a_path_outside_the_root_is_its_rows_reason(
+    table: Table, rows: Rows, tmp_path: Path, kind: str, path: str
+) -> None:
+    (tmp_path / "secret.png").write_text("secret")
+    rows[1]["path_target"] = path.format(tmp_path)
+    reason = "path_target: a path outside the source's root"
+    assert skipped(write(kind, table, rows), tmp_path / "out") == {1: reason}
+
+
+def test_a_member_of_a_tar_names_no_file_outside_of_it(table: Table, rows: Rows, tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_text("secret")
+    rows[1]["name"] = "../secret"
+    place = write("tar", table, rows)
+    assert open_source(place).read(1).target == b"t1.png" and skipped(place, tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_prompts_of_no_and_of_100_000_characters_are_skipped_and_say_so(
+    table: Table, rows: Rows, tmp_path: Path, kind: str, encoder, photos: Path
+) -> None:
+    rows[0]["prompt"], rows[1]["prompt"] = "", "wörd " * 20_000
+    source = open_source(write(kind, table, rows))
+    real = open_source(photos).read(0)
+    rows_of_photos = [replace(source.read(index), target=real.target, controls=real.controls) for index in range(3)]
+    empty, long, good = encoder.encode_together(rows_of_photos)
+    assert (empty.what, long.what, good.prompt) == ("the prompt is empty", "the prompt is too long", "do 2")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "tar", "folder"])
+def test_names_of_any_bytes_can_be_written_down(table: Table, rows: Rows, tmp_path: Path, kind: str) -> None:
+    """A file name in Latin-1 is no Unicode; and what a name holds is shown on terminals."""
+    place = write(kind, table, rows)
+    odd = place.rename(place.with_name("caf\udce9\n\x1b[31m" + place.suffix))
+    for path in odd.glob("*/1.*"):
+        path.rename(path.with_name("caf\udce9\n\x1b[31m" + path.suffix))
+    assert skipped(odd, tmp_path / "out") == {}
+    (index,) = published(tmp_path / "out")
+    names = [entry.name for entry in Shard(index).index.samples]
+    assert all(name.isprintable() for name in names)
+    assert any("caf\\udce9\\n\\x1b[31m" in name for name in names)
+
+
+def test_a_name_in_a_column_can_be_written_down(table: Table, rows: Rows, tmp_path: Path) -> None:
+    """JSON can say halves of characters."""
+    rows[1]["name"] = "\ud800\n"
+    place = write("jsonl", table, rows)
+    assert skipped(place, tmp_path / "out") == {}
+    assert open_source(place).name(1) == open_source(place).read(1).name == "\\ud800\\n"
