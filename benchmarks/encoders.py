@@ -109,13 +109,17 @@ def config(layers: int) -> transformers.Qwen2_5_VLConfig:
 
 
 class Passes:
-    """A prompt and the null prompt behind one image of 1024², both ways."""
+    """A prompt and the null prompt behind one image, both ways.
 
-    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    Args:
+        patches: of 14 pixels to a side of the image, an even number. For 1024² it is resized to 1036².
+    """
+
+    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype, patches: int = 74) -> None:
         self._model, self._device = model, device
-        self._grid = torch.tensor([[1, 74, 74]], device=device)  # 1024² is resized to 1036²
-        self._pixels = torch.randn(74 * 74, 3 * 2 * 14 * 14, device=device, dtype=dtype)
-        self._before = [1] * TEMPLATE_TOKENS + [991] + [IMAGE] * (37 * 37) + [992]
+        self._grid = torch.tensor([[1, patches, patches]], device=device)
+        self._pixels = torch.randn(patches**2, 3 * 2 * 14 * 14, device=device, dtype=dtype)
+        self._before = [1] * TEMPLATE_TOKENS + [991] + [IMAGE] * (patches // 2) ** 2 + [992]
         self._prompt, self._null = ([2] * count + [3] * 5 for count in (PROMPT_TOKENS, NULL_TOKENS - 5))
 
     def two(self) -> torch.Tensor:

@@ -4,7 +4,8 @@
 
 overlap, artificial: two stages that sleep equally long, as two GPUs would keep the host waiting.
 overlap, encoders:   the real encoders on a tiny checkpoint, one thread each; the text pass is repeated until it costs
-                     what the VAE does.
+                     what the VAE does. So small a text encoder is nearly all Python, whose lock the VAE waits for.
+overlap, wide:       the VAE and layers of Qwen2.5-VL in their released shapes, which compute rather than call.
     Beside: the same stages in turn, row by row. The ideal is one stage alone; `start-up` is one row's way through all.
 engine: rows per second through reading, keys, records, tar, index and publishing, around an encoder that costs nothing.
     Beside: webdataset's ShardWriter with the same tensors as .pth and metadata as .json, without keys, hashes or index.
@@ -26,16 +27,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import webdataset
+from diffusers import AutoencoderKLQwenImage
+from encoders import Passes, config
 from measuring import ROOT, Results, Row, absolute, beside, figure, forget_peak, grown_bytes, seconds
 from measuring import parser as common
 
 from qie.data.sources import open_source
 from qie.encode import Encoder, EncoderOptions
+from qie.encode.vae import still_encoder
 from qie.precompute import Report, precompute
 from qie.pretrained import open_checkpoint
 from qie.recipe import Recipe
-from qie.stages import Pipeline, Stage
+from qie.stages import Pipeline, Stage, quick_turns
 from qie.types import Row as DataRow
 from qie.types import Sample
 
@@ -53,12 +58,16 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     torch.set_num_threads(1)
+    quick_turns()  # as qie-precompute does
     results = Results(__file__, options, arguments)
     sleeping = [Stage(name, _sleep) for name in ("vae", "text")]
     results.add(*overlap("artificial", "two stages that sleep", sleeping, lambda: [*range(options.rows)], options.runs))
     with tempfile.TemporaryDirectory() as folder:
         stages, rows = real_stages(Path(folder), options.rows)
         results.add(*overlap("encoders", "both encoders, tiny", stages, rows, options.runs))
+        results.add(
+            *overlap("wide", "both encoders, released widths", wide_stages(), lambda: [*range(5)], options.runs)
+        )
         results.add(*engine(Path(folder), options.engine_rows, options.runs))
     results.save()
 
@@ -85,6 +94,7 @@ def overlap(
         in_turn.append(took)
         overlapped.append(seconds(partial(_exhaust, stages, again)))
         ideal = max(spent / stage.workers for stage, spent in zip(stages, alone.values(), strict=True))
+        ideal *= 1 - 1 / len(items)  # the first row is what start-up is
         slowest.append((overlapped[-1] - first_s) / ideal)
     shares = ", ".join(f"{name} {figure(spent)} s" for name, spent in alone.items())
     return [
@@ -128,6 +138,22 @@ def real_stages(folder: Path, count: int) -> tuple[list[Stage], Callable[[], lis
         return result
 
     return [prepare, vae, replace(text, work=repeated)], new_rows
+
+
+def wide_stages() -> list[Stage]:
+    """The whole VAE on 384², and one layer of each kind of Qwen2.5-VL on 504²: about as costly as one another."""
+    torch.manual_seed(0)
+    vae = still_encoder(AutoencoderKLQwenImage().eval())
+    image = torch.randn(1, 3, 384, 384).contiguous(memory_format=torch.channels_last).unsqueeze(2)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config(layers=1)).model.eval()
+    passes = Passes(model, torch.device("cpu"), torch.float32, patches=36)
+
+    def work(compute: Callable[[], object], item: int) -> int:
+        with torch.inference_mode():
+            compute()
+        return item
+
+    return [Stage("vae", partial(work, partial(vae, image))), Stage("text", partial(work, passes.continued))]
 
 
 class FreeEncoder:

@@ -6,6 +6,7 @@ stage, and memory is bounded by what lies between the stages.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -58,6 +59,15 @@ class Load:
     def __add__(self, other: Load) -> Load:
         """Of two processes' stages side by side."""
         return Load(self.items + other.items, self.busy_s + other.busy_s, self.workers + other.workers)
+
+
+def quick_turns() -> None:
+    """Let threads of this process hand Python's lock on after 0.2 ms, not 5: for whoever owns the process.
+
+    Between any two operations of a model a thread needs the lock. While another runs many small ones, as a text encoder
+    does for short prompts, it would wait up to 5 ms each time.
+    """
+    sys.setswitchinterval(0.0002)
 
 
 def in_turn(stages: Sequence[Stage], item: Any) -> Any:

@@ -21,11 +21,13 @@ from qie.encode.text import check_prompt
 from qie.errors import RowError, UsageError
 from qie.opening import open_encoder, open_rows
 from qie.paths import local_path
+from qie.stages import quick_turns
 
 
 def open_job(config: Config) -> tuple[Source, Encoder]:
     """What a worker process works with."""
     quiet_libraries()
+    quick_turns()
     return open_rows(config, "rows"), open_encoder(config)
 
 

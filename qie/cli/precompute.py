@@ -133,6 +133,7 @@ def _precompute(
     from qie.cli.assemble import open_job, worker_configs
     from qie.opening import open_encoder
     from qie.precompute import precompute
+    from qie.stages import quick_turns
 
     shared: dict[str, Any] = {
         "rows": wanted,
@@ -149,6 +150,7 @@ def _precompute(
         configs = worker_configs(config, options["devices"])
         workers = [partial(open_job, worker) for worker in configs]
         return precompute(rows, open_encoder(configs[0]), folder, workers=workers, **shared)
+    quick_turns()
     return precompute(rows, open_encoder(config), folder, **shared)
 
 

@@ -20,6 +20,7 @@ from qie.data.follow import FollowingStream, GrowingSamples
 from qie.data.stream import Stream
 from qie.errors import UsageError
 from qie.opening import memory, open_encoder, open_rows, reading, require_family, stream_settings, versions
+from qie.stages import quick_turns
 from qie.stores import open_folder
 
 SOURCE = "SHARDS, cache.cache_dir, or a source of rows"
@@ -44,6 +45,8 @@ def training_stream(
             hint="give train.max_steps instead",
         )
     settings = stream_settings(config, accelerator)
+    if not (follow or places):
+        quick_turns()  # encoders work beside the training step
     if follow:
         yield _followed(config, family, places, settings, quiet)
     elif places:
