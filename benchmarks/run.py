@@ -30,11 +30,12 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = {
     "cpu": {
         "encoders.py": "--size 256 --layers 1 --runs 4",
-        "pipeline.py": "--rows 24 --engine-rows 10000 --runs 3",
+        "pipeline.py": "--rows 24 --engine-rows 10000 --runs 2",
         "read.py": "--samples 60 --runs 5",
         "loop.py": "--steps 30 --runs 5",
         "train_step.py": "--size small --steps 20 --runs 3 --skip compile fp8",
         "claims.py": "--size small --steps 15 --runs 2",
+        "looking.py": "--shards 10000 --samples 60 --runs 2",
         "plan.py": "--samples 1000000 --shapes 40 --runs 3",
         "scaling.py": "--own 1000000 --runs 3",
     },
