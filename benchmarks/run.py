@@ -36,6 +36,7 @@ SCRIPTS = {
         "train_step.py": "--size small --steps 20 --runs 3 --skip compile fp8",
         "claims.py": "--size small --steps 15 --runs 2",
         "looking.py": "--shards 10000 --samples 60 --runs 2",
+        "sources.py": "--rows 1000000 --runs 2",
         "plan.py": "--samples 1000000 --shapes 40 --runs 3",
         "scaling.py": "--own 1000000 --runs 3",
     },

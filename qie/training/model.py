@@ -37,6 +37,8 @@ def load_transformer(
         ModelError: it cannot be loaded.
         ConfigError: a package is missing, or there is no such backend.
     """
+    if attention_backend is not None:
+        _check_attention_backend(attention_backend)
     folder = checkpoint.component("transformer")
     with loading(folder):
         transformer = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
@@ -44,7 +46,11 @@ def load_transformer(
     if quantize is not None:
         quantize_blocks(transformer, quantize, device)
     if attention_backend is not None:
-        _set_attention_backend(transformer, attention_backend)
+        try:
+            transformer.set_attention_backend(attention_backend)
+        except (RuntimeError, ValueError, ImportError) as error:
+            where, found = "model.attention_backend", f"{attention_backend}: {error}"
+            raise ConfigError("the attention backend cannot be used here", where=where, found=found) from error
     return transformer
 
 
@@ -95,8 +101,7 @@ def train_everything(transformer: QwenImageTransformer2DModel, dtype: torch.dtyp
     transformer.requires_grad_(True)
 
 
-def _set_attention_backend(transformer: QwenImageTransformer2DModel, name: str) -> None:
-    key = "model.attention_backend"
+def _check_attention_backend(name: str) -> None:
     names = [backend.value for backend in AttentionBackendName if "sage" not in backend.value]
     # Those of the hub are programs that are downloaded to be run.
     names = [other for other in names if not other.endswith("_hub")]
@@ -106,14 +111,10 @@ def _set_attention_backend(transformer: QwenImageTransformer2DModel, name: str) 
             "this attention backend downloads its program, or cannot be trained with"
             if known
             else "no such attention backend",
-            where=key,
+            where="model.attention_backend",
             expected=", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names),
             found=name,
         )
-    try:
-        transformer.set_attention_backend(name)
-    except (RuntimeError, ValueError, ImportError) as error:
-        raise ConfigError("the attention backend cannot be used here", where=key, found=f"{name}: {error}") from error
 
 
 def velocity(

@@ -39,6 +39,12 @@ def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Param
     return optimizer
 
 
+def check_optimizer(optimizer: OptimizerConfig, schedule: SchedulerConfig, device: torch.device) -> None:
+    """Raise what making both would raise, on a small weight, before 41 GB of others are read."""
+    weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
+    make_schedule(schedule, make_optimizer(optimizer, [weight]), 1_000)
+
+
 def make_schedule(section: SchedulerConfig, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
     """The schedule of `lr_scheduler` for a run of `steps`.
 

@@ -27,7 +27,7 @@ from qie.training.feed import Feed, Prepared, batches_of, planned_steps
 from qie.training.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
 from qie.training.model import load_shift
 from qie.training.objective import derive_seed
-from qie.training.optimizer import load_named_state, make_optimizer, make_schedule, named_state
+from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
 from qie.training.resuming import identity, require_same, require_steps
 from qie.training.sharding import whole
 from qie.training.step import Objective
@@ -68,6 +68,7 @@ class Run:
         self.taken = 0
         self._batches = None if config.train.epochs is None else batches_of(stream, config.train.epochs)
         self.steps = planned_steps(config.train, self._batches)
+        check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device)
         main = accelerator.is_main_process
         state = read_state(start, hashes=main) if start else None
         if start and state:
@@ -212,6 +213,7 @@ class Run:
             return {
                 "step": self.step,
                 "batches": self.taken,
+                "nonfinite": self._nonfinite,
                 "stream": self.position,
                 "optimizer": numbers,
                 "schedule": self.schedule.state_dict(),
@@ -241,5 +243,6 @@ class Run:
             self.schedule.load_state_dict(state["schedule"])
             self.stream.load_state_dict(state["stream"])
             self.step, self.taken = int(state["step"]), int(state["batches"])
+            self._nonfinite = int(state.get("nonfinite", 0))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise damaged(start, f"{type(error).__name__}: {error}") from error
