@@ -111,16 +111,26 @@ def open_training_stream(
     """
     cache = config.cache
     places = shards or ((cache.cache_dir,) if cache.use_cache and cache.cache_dir else ())
-    settings, keep = stream_settings(config, accelerator), memory(config, accelerator.device)
     if places:
-        stream = open_stream(places, **settings, **reading(config), keep=keep)
-        require_family(stream.samples.recipe, checkpoint.family.name, places)
-        return stream
+        return cached_stream(config, checkpoint.family.name, accelerator, places)
     if cache.write_through:
         raise UsageError("cache.write_through is for qie-train", hint="precompute first: qie.precompute.precompute")
-    source = open_rows(config, "shards, cache.cache_dir, or a source of rows")
+    return live_stream(config, accelerator, open_rows(config, "shards, cache.cache_dir, or a source of rows"), progress)
+
+
+def cached_stream(config: Config, family: str, accelerator: Accelerator, places: tuple[str, ...]) -> Stream:
+    """Batches of the shards in `places`. Raises RecipeMismatchError when they are of another model family."""
+    keep = memory(config, accelerator.device)
+    stream = open_stream(places, **stream_settings(config, accelerator), **reading(config), keep=keep)
+    require_family(stream.samples.recipe, family, places)
+    return stream
+
+
+def live_stream(config: Config, accelerator: Accelerator, source: Source, progress: Callable[[int], object]) -> Stream:
+    """Batches of rows that are encoded as they come; `progress` is called with the number of rows looked at."""
+    keep = memory(config, accelerator.device)
     live: dict[str, Any] = {"encoder": open_encoder(config), "versions": versions(config), "progress": progress}
-    return open_stream(source, keep=keep, **live, **settings)
+    return open_stream(source, keep=keep, **live, **stream_settings(config, accelerator))
 
 
 def stream_settings(config: Config, accelerator: Accelerator) -> dict[str, Any]:

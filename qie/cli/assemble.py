@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from qie.encode.images import decode_image
 from qie.encode.text import check_prompt
 from qie.errors import RowError, UsageError
 from qie.opening import open_encoder, open_rows
-from qie.paths import local_path
+from qie.paths import local_path, require_writable
 from qie.stages import quick_turns
 
 
@@ -96,8 +95,7 @@ def check_output(path: Path) -> None:
     """Raise UsageError when no image can be written to `path`: to be asked before the work, not after it."""
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
         raise UsageError("the ending names no image format", where=path, expected="such as .png or .jpg")
-    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError("nothing can be written there", where=path, expected="a file in a folder that exists")
+    require_writable(path)
 
 
 def save_image(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:

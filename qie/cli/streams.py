@@ -15,11 +15,19 @@ from accelerate import Accelerator
 
 from qie.cli.common import Progress
 from qie.config import Config, required
-from qie.data import open_stream
 from qie.data.follow import FollowingStream, GrowingSamples
 from qie.data.stream import Stream
 from qie.errors import UsageError
-from qie.opening import memory, open_encoder, open_rows, reading, require_family, stream_settings, versions
+from qie.opening import (
+    cached_stream,
+    live_stream,
+    open_encoder,
+    open_rows,
+    reading,
+    require_family,
+    stream_settings,
+    versions,
+)
 from qie.stages import quick_turns
 from qie.stores import open_folder
 
@@ -44,20 +52,17 @@ def training_stream(
             where="train.epochs",
             hint="give train.max_steps instead",
         )
-    settings = stream_settings(config, accelerator)
     if not (follow or places):
         quick_turns()  # encoders work beside the training step
     if follow:
-        yield _followed(config, family, places, settings, quiet)
+        yield _followed(config, family, places, stream_settings(config, accelerator), quiet)
     elif places:
-        stream = open_stream(places, **settings, **reading(config), keep=memory(config, accelerator.device))
-        require_family(stream.samples.recipe, family, places)
-        yield stream
+        yield cached_stream(config, family, accelerator, places)
     elif config.cache.write_through:
-        with _written_through(config, settings, quiet) as stream:
+        with _written_through(config, stream_settings(config, accelerator), quiet) as stream:
             yield stream
     else:
-        yield _live(config, settings, accelerator, quiet)
+        yield _live(config, accelerator, quiet)
 
 
 def _followed(
@@ -122,13 +127,10 @@ def _written_through(config: Config, settings: dict[str, Any], quiet: bool) -> I
     yield FollowingStream(samples, **settings)
 
 
-def _live(config: Config, settings: dict[str, Any], accelerator: Accelerator, quiet: bool) -> Stream:
+def _live(config: Config, accelerator: Accelerator, quiet: bool) -> Stream:
     source = open_rows(config, SOURCE)
-    keep = memory(config, accelerator.device)
     with Progress("looking at", len(source), "rows", quiet=quiet) as progress:
-        stream = open_stream(
-            source, encoder=open_encoder(config), versions=versions(config), keep=keep, progress=progress.at, **settings
-        )
+        stream = live_stream(config, accelerator, source, progress.at)
     for row in stream.samples.skipped:
         click.echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
     return stream

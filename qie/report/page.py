@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from qie.errors import UsageError
-from qie.paths import local_path
+from qie.paths import local_path, require_writable
 from qie.report import samples, sections
 from qie.report.looking import Look
 from qie.report.markup import Html, tag
@@ -69,8 +68,7 @@ def check_place(place: str) -> Path:
     path = local_path(place)
     if path.suffix.lower() not in ENDINGS:  # or a pattern that the shell expanded could name a shard
         raise UsageError("--html names no page", where=place, expected="a file that ends in .html")
-    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError("nothing can be written there", where=place, expected="a file in a folder that exists")
+    require_writable(path)
     LocalFolder(path.parent).path(path.name)
     return path
 
