@@ -97,9 +97,10 @@ def navigated(entries: list[object]) -> list[str]:
     ]
 
 
-def test_every_page_is_in_the_navigation_once_and_the_navigation_names_no_other() -> None:
+def test_every_page_is_in_the_navigation_or_a_decision_in_the_index_of_decisions() -> None:
     there = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
-    assert sorted(navigated(SITE["nav"])) == sorted([*there, *site_files.PAGES])
+    records = [f"decisions/{name}" for name in LINK.findall(text_of(DOCS / "decisions" / "index.md"))]
+    assert sorted([*navigated(SITE["nav"]), *records]) == sorted([*there, *site_files.PAGES])
 
 
 def test_the_site_asks_no_other_host_and_whatever_is_broken_is_an_error() -> None:
