@@ -31,7 +31,7 @@ def work(tiny_edit: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("work")
     config = {
         "model": {"pretrained_model_name_or_path": str(tiny_edit), "lora": {"r": 8, "lora_alpha": 8}},
-        "data": {"source": str(photos), "area_px": AREA_PX},
+        "data": {"source": str(photos), "area_px": AREA_PX, "allow_tiny": True},
         "cache": {"cache_dir": str(folder / "shards"), "vae_encoder_device": "cpu", "text_encoder_device": "cpu"},
         "train": {"max_steps": 6, "mixed_precision": "no", "output_dir": str(folder / "run")},
         "validation": {"rows": 2, "every": 3},

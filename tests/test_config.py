@@ -205,6 +205,25 @@ def test_a_value_out_of_range_is_refused_by_its_key(file: Path, key: str, values
         assert f"{file}, {key}" in str(refusal(file, "", f"{key}={value}").where)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "side"),
+    [
+        ("data.area_px", "1024", ", such as 1048576 for a side of 1024"),
+        ("data.area_px", "65535", ", such as 4294836225 for a side of 65535"),
+        ("data.area_px", "[1048576, 512]", ", such as 262144 for a side of 512"),
+        ("data.area_px", "32", ""),
+        ("data.text_area_px", "384", ", such as 147456 for a side of 384"),
+    ],
+)
+def test_an_area_that_may_be_a_side_is_refused_unless_it_is_said_to_be_meant(
+    file: Path, key: str, value: str, side: str
+) -> None:
+    error = refusal(file, "", f"{key}={value}")
+    assert error.expected == f"an area of at least 65536 pixels{side}; data.allow_tiny: true takes smaller ones"
+    assert load(file, "data: {allow_tiny: true}", f"{key}={value}")
+    assert load(file, "", f"{key}=65536")
+
+
 @pytest.mark.parametrize("text", ["0", "1", "0.5"])
 def test_the_ends_of_a_fraction_belong_to_it(file: Path, text: str) -> None:
     assert load(file, "", f"data.caption_dropout_rate={text}").data.caption_dropout_rate == float(text)

@@ -202,7 +202,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 def config(tmp_path: Path, tiny_edit: Path, photos: Path) -> Path:
     settings = {
         "model": {"pretrained_model_name_or_path": str(tiny_edit), "lora": {"r": 2}},
-        "data": {"source": str(photos), "area_px": AREA_PX},
+        "data": {"source": str(photos), "area_px": AREA_PX, "allow_tiny": True},
         "cache": {"cache_dir": str(tmp_path / "shards")},
         "train": {"max_steps": 2, "mixed_precision": "no", "output_dir": str(tmp_path / "run")},
         "optimizer": {"init_args": {"lr": 0.01}},

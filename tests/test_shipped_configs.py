@@ -58,6 +58,7 @@ def test_each_trains(path: Path, tiny_edit: Path, tiny_edit_plus: Path, photos: 
     settings = {
         "model.pretrained_model_name_or_path": tiny_edit_plus if "plus" in path.stem else tiny_edit,
         "data.source": photos,
+        "data.allow_tiny": "true",
         "data.area_px": AREA_PX,
         "data.text_area_px": AREA_PX // 2 if "plus" in path.stem else "null",
         "cache.cache_dir": tmp_path / "shards",

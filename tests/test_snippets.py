@@ -109,7 +109,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, tiny_edit: Path, photos: Path
     precompute_rows(open_source(photos), encoder, folder / "shards", rows=(0, 6))
     settings = {
         "model": {"pretrained_model_name_or_path": str(tiny_edit), "lora": {"r": 2}},
-        "data": {"source": str(photos), "area_px": AREA_PX},
+        "data": {"source": str(photos), "area_px": AREA_PX, "allow_tiny": True},
         "cache": {"cache_dir": "shards"},
         "train": {"max_steps": 1, "mixed_precision": "no", "output_dir": "runs/new"},
         "validation": {"rows": 0},

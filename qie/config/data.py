@@ -4,9 +4,32 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    model_validator,
+)
 
 from qie.config.section import Fraction, LocalPath, Place, Section, word
+
+Area = PositiveInt | list[PositiveInt] | None
+USUAL_AREA_PX = 256 * 256
+"""Whoever gives a smaller area has more often given a side."""
+
+
+def _usual(area: Area, info: ValidationInfo) -> Area:
+    """For an area in pixels: it is small only where section data says so."""
+    for one in area if isinstance(area, list) else [area]:
+        if one is not None and one < USUAL_AREA_PX and not info.data.get("allow_tiny"):
+            side = f", such as {one * one} for a side of {one}" if one * one >= USUAL_AREA_PX else ""
+            raise ValueError(
+                f"an area of at least {USUAL_AREA_PX} pixels{side}; data.allow_tiny: true takes smaller ones"
+            )
+    return area
 
 
 class SourceConfig(Section):
@@ -37,14 +60,17 @@ class DataConfig(Section):
     control_dropout_rate: Fraction = Field(
         0.0, description="How often zeros replace the latents of all controls; what Qwen2.5-VL saw of them stays."
     )
-    area_px: PositiveInt | list[PositiveInt] | None = Field(
+    allow_tiny: bool = Field(
+        False, description="Areas may be below 65536, 256 × 256: what a model can hardly learn from."
+    )
+    area_px: Annotated[Area, AfterValidator(_usual)] = Field(
         None,
         description="Image area for the VAE; of a list, the largest that does not enlarge. null: the family's own.",
     )
     buckets_px: list[Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]] = Field(
         [], description="Fixed sizes [width, height] instead of areas: the nearest in shape, after cropping to it."
     )
-    text_area_px: PositiveInt | None = Field(
+    text_area_px: Annotated[PositiveInt | None, AfterValidator(_usual)] = Field(
         None, description="Image area for Qwen2.5-VL; null is the family's own (edit: the VAE's image)."
     )
     multiple_px: Literal[16, 32, 64] | None = Field(None, description="Sizes by area are multiples of it; null: 32.")

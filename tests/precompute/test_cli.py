@@ -19,7 +19,7 @@ def config(tiny_edit: Path, photos: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("work")
     values = {
         "model": {"pretrained_model_name_or_path": str(tiny_edit)},
-        "data": {"source": str(photos), "area_px": AREA_PX},
+        "data": {"source": str(photos), "area_px": AREA_PX, "allow_tiny": True},
         "cache": {"cache_dir": str(folder / "shards"), "vae_encoder_device": "cpu", "text_encoder_device": "cpu"},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(values))

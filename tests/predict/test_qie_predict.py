@@ -73,7 +73,7 @@ def paint(tiny_edit: Path, images: list[Path], tmp_path: Path):
 def write_config(path: Path, checkpoint: Path, **sections: dict) -> None:
     content = {
         "model": {"pretrained_model_name_or_path": str(checkpoint)},
-        "data": {"area_px": AREA_PX},
+        "data": {"area_px": AREA_PX, "allow_tiny": True},
         "train": {"mixed_precision": "no"},
         "predict": {"devices": {"vae": "cpu", "text_encoder": "cpu", "transformer": "cpu"}},
     }

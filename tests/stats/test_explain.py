@@ -189,7 +189,7 @@ def test_after_one_image_one_prompt_one_size_and_one_weight_the_command_names_ex
     shutil.copytree(tiny_edit, tmp_path / "model")
     config = {
         "model": {"pretrained_model_name_or_path": str(tmp_path / "model")},
-        "data": {"source": str(tmp_path / "photos"), "area_px": AREA_PX},
+        "data": {"source": str(tmp_path / "photos"), "area_px": AREA_PX, "allow_tiny": True},
         "cache": {"cache_dir": str(tmp_path / "shards"), "vae_encoder_device": "cpu", "text_encoder_device": "cpu"},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

@@ -29,6 +29,7 @@ def painted(bench: Bench, photos: Path) -> Path:
     bench.train(
         bench.folder / "painted",
         data__area_px=64 * 64,
+        data__allow_tiny=True,
         logging__report_to=["tensorboard"],
         logging__run_name="a run",
         train__checkpoint_every=2,

@@ -58,7 +58,7 @@ def checkpoint(tiny_edit: Path) -> Checkpoint:
 def write_config(path: Path, model: Path, samples: list[dict], **sections: dict) -> Config:
     content = {
         "model": {"pretrained_model_name_or_path": str(model)},
-        "data": {"area_px": AREA_PX},
+        "data": {"area_px": AREA_PX, "allow_tiny": True},
         "train": {"mixed_precision": "no"},
         "validation": {"samples": samples, "sample_steps": 2, "sample_cfg": 3.0},
         "predict": {"devices": {"vae": "cpu", "text_encoder": "cpu", "transformer": "cpu"}},
