@@ -357,23 +357,23 @@ def test_prompts_are_embedded_and_padded(config: Path) -> None:
 
 
 def test_latents_are_decoded_as_the_pipeline_does(cached: Path) -> None:
-    trainer = QwenImageEditTrainer(cached)
-    latent = qie.ShardSet.open([cached.parent / "shards"]).load(0).pixel_latent.clone()
-    pixels = trainer.decode_vae_latent(latent)
-    height, width = latent.shape[-2:]
-    assert pixels.shape == (8 * height, 8 * width, 3) and pixels.dtype == np.uint8 and pixels.std() > 0
+    trainer, shards = QwenImageEditTrainer(cached), qie.ShardSet.open([cached.parent / "shards"])
+    one = shards.load(0).pixel_latent.clone()
     pipeline = qie.open_painter(load_config(cached)).pipeline
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1)
         for values in (pipeline.vae.config.latents_mean, pipeline.vae.config.latents_std)
     )
-    with torch.inference_mode():
-        decoded = pipeline.vae.decode(latent[None].float() * std + mean, return_dict=False)[0][:, :, 0]
-    expected = pipeline.image_processor.postprocess(decoded, output_type="pil")[0]
-    assert np.array_equal(pixels, np.asarray(expected))
-    assert np.array_equal(trainer.decode_vae_latent(torch.stack([latent, latent]))[1], pixels)
+    for latents in (one[None], torch.stack([one, one.flip(-1)])):
+        with torch.inference_mode():
+            decoded = pipeline.vae.decode(latents.float() * std + mean, return_dict=False)[0][:, :, 0]
+        expected = np.stack([np.asarray(image) for image in pipeline.image_processor.postprocess(decoded)])
+        found = trainer.decode_vae_latent(latents)
+        assert found.shape == (len(latents), *(8 * side for side in one.shape[-2:]), 3)
+        assert np.array_equal(found, expected) and found.std() > 0
+    assert np.array_equal(trainer.decode_vae_latent(one), trainer.decode_vae_latent(one[None])[0])
     with pytest.raises(UsageError, match="no latents"):
-        trainer.decode_vae_latent(latent[0])
+        trainer.decode_vae_latent(one[0])
 
 
 def test_merged_in_memory_the_model_predicts_as_with_its_adapter(cached: Path) -> None:

@@ -1,4 +1,8 @@
-"""Law 7: embeddings, latents and pictures are those of the diffusers pipelines as released."""
+"""Law 7: embeddings, latents and pictures are those of the diffusers pipelines as released.
+
+Bit for bit, where the pipelines' own code computes the same beside it, in this process. Where qie computes less than
+they do, and against stored files, which another CPU made, to ROUNDING of the values' deviation.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ import torch
 from diffusers import AutoencoderKLQwenImage
 from PIL import Image
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qie.encode.images import show, to_pixels
 from qie.encode.sizes import choose_view
@@ -25,6 +31,8 @@ from tests.conftest import AREA_PX
 GOLDEN = Path(__file__).resolve().parent.parent / "data" / "golden"
 CASES = json.loads((GOLDEN / "cases.json").read_text())
 CPU = torch.device("cpu")
+# Float32 on one CPU against another's, or against the same in another order: up to 1.7e-6 apart where it was measured.
+ROUNDING = 5e-6
 
 
 # The golden files were made with Pillow 13, which resizes otherwise than Pillow 12.
@@ -51,25 +59,79 @@ def golden_images(case: dict) -> list[Image.Image]:
     return [resized(Image.open(GOLDEN / name).convert("RGB"), case["area"]) for name in case["images"]]
 
 
+class Released:
+    """The text half of a released pipeline, over the golden model: its own template, pass and cut.
+
+    Two things differ: `Qwen2_5_VLProcessor` needs torchvision, so its two halves are called one by one; and the token
+    types, of which the pipeline does not know, are passed on.
+    """
+
+    def __init__(self, family: str) -> None:
+        self._pipeline = getattr(diffusers, FAMILIES[family].pipeline)(None, None, None, None, None, None)
+        self._pipeline.processor, self._pipeline.text_encoder = self._process, self._pass
+        self._tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
+        self._images = Qwen2VLImageProcessorPil.from_pretrained(GOLDEN / "processor")
+        self._model = Qwen2_5_VLForConditionalGeneration.from_pretrained(GOLDEN / "text_encoder", dtype=torch.float32)
+
+    def embed(self, images: list[Image.Image], prompt: str) -> torch.Tensor:
+        """[L, D]"""
+        with torch.no_grad():
+            (embeds,), _ = self._pipeline._get_qwen_prompt_embeds(prompt, images, CPU, torch.float32)
+        return embeds
+
+    def _process(self, text: list[str], images: list[Image.Image], padding: bool, return_tensors: str) -> BatchFeature:
+        seen = self._images(images=images, return_tensors=return_tensors)
+        parts = text[0].split("<|image_pad|>")
+        pads = ["<|image_pad|>" * int(grid.prod() // self._images.merge_size**2) for grid in seen["image_grid_thw"]]
+        whole = "".join(part + pad for part, pad in zip(parts, [*pads, ""], strict=True))
+        return BatchFeature({**self._tokenizer([whole], padding=padding, return_tensors=return_tensors), **seen})
+
+    def _pass(self, input_ids: torch.Tensor, **inputs: object) -> object:
+        types = (input_ids == self._model.config.image_token_id).int()
+        return self._model.eval()(input_ids=input_ids, mm_token_type_ids=types, **inputs)
+
+
+@pytest.fixture(scope="module")
+def released() -> dict[str, Released]:
+    return {name: Released(name) for name in FAMILIES}
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, in deviations of what is expected."""
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.std())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_embeddings_equal_the_released_pipelines_bit_for_bit(case: dict, encoders, released) -> None:
+    encoder, images = encoders[case["family"]], golden_images(case)
+    (embeds,) = encoder.encode([encoder.see(encoder.patches(images))], [case["prompt"]])
+    assert torch.equal(embeds.prompt, released[case["family"]].embed(images, case["prompt"]))
+
+
 @needs_golden_pillow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_embeddings_equal_the_released_pipelines_bit_for_bit(case: dict, encoders, expected) -> None:
+def test_embeddings_are_those_that_the_released_pipelines_gave_on_another_machine(
+    case: dict, encoders, expected
+) -> None:
     encoder = encoders[case["family"]]
     (embeds,) = encoder.encode([encoder.see(encoder.patches(golden_images(case)))], [case["prompt"]])
-    assert torch.equal(embeds.prompt, expected[case["name"]])
+    assert distance(embeds.prompt, expected[case["name"]]) < ROUNDING
 
 
-@needs_golden_pillow
-def test_the_null_prompt_continued_on_the_cache_is_the_null_prompt_encoded_whole(encoders, expected) -> None:
-    case = next(case for case in CASES if case["name"] == "edit.gray")
-    encoder = encoders["edit"]
-    (embeds,) = encoder.encode([encoder.see(encoder.patches(golden_images(case)))], [case["prompt"]])
-    whole = expected["edit.null"]
-    assert embeds.empty.shape == whole.shape
-    assert embeds.shared_prefix > 50
-    assert torch.equal(embeds.empty[: embeds.shared_prefix], embeds.prompt[: embeds.shared_prefix])
-    assert (embeds.empty - whole).abs().max() < 2e-6 * whole.std()
-    assert (embeds.prompt[: len(whole)] - whole)[embeds.shared_prefix :].abs().max() > 0.1, "the prompt has no effect"
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_the_null_prompt_continued_on_the_cache_is_the_null_prompt_encoded_whole(
+    case: dict, encoders, released
+) -> None:
+    encoder, images = encoders[case["family"]], golden_images(case)
+    (embeds,) = encoder.encode([encoder.see(encoder.patches(images))], [case["prompt"]])
+    prefix = embeds.shared_prefix
+    assert prefix > 20
+    assert torch.equal(embeds.empty[:prefix], embeds.prompt[:prefix])
+    assert distance(embeds.empty, released[case["family"]].embed(images, NULL_PROMPT)) < ROUNDING
+    if case["prompt"] != NULL_PROMPT:
+        shared = min(len(embeds.empty), len(embeds.prompt))
+        assert (embeds.prompt[:shared] - embeds.empty[:shared])[prefix:].abs().max() > 0.1, "the prompt has no effect"
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
@@ -97,7 +159,7 @@ def test_latents_equal_the_pipelines(tiny_edit: Path, encoder) -> None:
         reference = pipeline._encode_vae_image(pixels, generator=None)[0]
     latent = encoder.vae.encode(to_pixels(small))
     assert reference.std() > 0.3
-    assert (latent - reference).abs().max() <= 1e-5
+    assert distance(latent, reference) <= 1e-5
 
 
 @pytest.mark.parametrize(("family", "count", "cfg"), [("edit", 1, 3.0), ("edit_plus", 2, 1.0)])
