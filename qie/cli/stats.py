@@ -51,7 +51,7 @@ GALLERY = 24
 def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
     """Summarise SHARDS: folders, globs, or patterns with {000..999} braces, paths or URLs.
 
-    Exits with 1 when anything is wrong: unreadable or damaged shards, rows held twice, mixed recipes.
+    Exits with 1 when anything is wrong: unreadable or damaged shards, missing rows, rows held twice, mixed recipes.
     """
     from qie.shards.storage import find_indexes
 
@@ -106,7 +106,7 @@ def _summarise(
         _print(summary, verify)
     if page and not quiet and not as_json:
         click.echo(f"page      {page.path}")
-    sys.exit(1 if summary.faults else 0)
+    sys.exit(1 if summary.faults or summary.missing else 0)
 
 
 def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool) -> None:

@@ -6,29 +6,27 @@ Nothing here runs a program: a `pipe:` URL is refused, whatever it says.
 from __future__ import annotations
 
 import glob
-import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
-
-from braceexpand import braceexpand
 
 from qie.errors import UsageError
 from qie.shards.index import parse_stem
-from qie.stores import File, Folder, LocalFolder, open_folder
+from qie.stores import File, Folder, LocalFolder, StoreError, is_glob, open_folder, spelled_out
 
-MAX_PATTERNS = 1_000_000
+Gap = tuple[str, int, int]
+"""A folder, and rows [start, stop) of which none of its shards is, though one is of later rows."""
 
-_WILD = re.compile(r"[*?\[]")
 
-
-def find_indexes(places: Iterable[str | Path]) -> list[File]:
+def find_indexes(places: Iterable[str | Path], *, or_none: bool = False) -> list[File]:
     """The index files of all shards in `places`, in the order of their rows within each place.
 
     Args:
         places: folders, tar files, globs, or patterns with braces such as `shards/{00000000..00000640}*.tar`; paths or
-            URLs. In URLs, a glob may stand in the last part only.
+            URLs. In URLs, a glob may stand in the last part only. A name that is spelled out has to be there; a glob
+            matches what it matches.
+        or_none: a folder that is there, or a glob, may hold no shards.
 
     Raises:
         UsageError: a place is of a kind that is not read, or nothing was found in it; says what is there.
@@ -36,16 +34,20 @@ def find_indexes(places: Iterable[str | Path]) -> list[File]:
     """
     indexes: list[File] = []
     for place in places:
-        found = [index for pattern in _patterns(str(place)) for index in _expand(pattern)]
-        if not found:
+        names = spelled_out(str(place))
+        found = {name: _expand(name) for name in names}
+        lacking = [name for name in names if not found[name] and not is_glob(name)]
+        if or_none:
+            lacking = [name for name in lacking if not _may_be_empty(name)]
+        if lacking or not (or_none or any(found.values())):
             raise UsageError(
                 "no shards found",
-                where=place,
+                where=lacking[0] if lacking and len(names) > 1 else place,
                 expected="tars with an index beside each, such as 00000000-00000064.tar and .json",
-                found=_what_is_there(str(place)),
+                found=_what_is_there(lacking[0] if lacking else str(place)),
                 hint="correct the path, or write shards with qie-precompute",
             )
-        indexes += found
+        indexes += [index for name in names for index in found[name]]
     return list({str(index.path.resolve() if index.path else index): index for index in indexes}.values())
 
 
@@ -64,14 +66,29 @@ def rows_of(index: File) -> tuple[int, int]:
     return rows
 
 
-def _patterns(place: str) -> list[str]:
-    try:
-        patterns = list(islice(braceexpand(place), MAX_PATTERNS + 1))
-    except ValueError as error:
-        raise UsageError("the braces of a pattern do not match", where=place, expected="such as {000..999}") from error
-    if len(patterns) > MAX_PATTERNS:
-        raise UsageError("the braces of a pattern stand for too many names", where=place, expected=f"≤ {MAX_PATTERNS}")
-    return patterns
+def gaps(indexes: Iterable[File]) -> Iterator[Gap]:
+    """The gaps in the folders of `indexes`, by the names of their shards: rows that no shard is of, though a later one
+    is. Of a folder that cannot be listed only `indexes` are known."""
+    folders: dict[str, list[File]] = defaultdict(list)
+    for index in indexes:
+        folders[index.folder.url].append(index)
+    for url, known in folders.items():
+        try:
+            known = published(known[0].folder)
+        except StoreError:
+            known.sort(key=rows_of)
+        end = 0
+        for start, stop in map(rows_of, known):
+            if start > end:
+                yield url, end, start
+            end = max(end, stop)
+
+
+def _may_be_empty(name: str) -> bool:
+    folder = open_folder(name)
+    if isinstance(folder, LocalFolder):
+        return folder.root.is_dir()
+    return not name.endswith((".tar", ".json"))
 
 
 def _expand(pattern: str) -> list[File]:
@@ -91,7 +108,7 @@ def _expand(pattern: str) -> list[File]:
 def _expand_url(pattern: str) -> list[File]:
     base, _, last = pattern.rpartition("/")
     shards = last.endswith((".tar", ".json"))
-    if _WILD.search(base if shards else pattern):
+    if is_glob(base if shards else pattern):
         raise UsageError(
             "a glob in a URL may stand in a shard's name only",
             where=pattern,
@@ -100,7 +117,7 @@ def _expand_url(pattern: str) -> list[File]:
     if not shards:
         return published(pattern)
     file = File.at(pattern).with_suffix(".json")
-    if not _WILD.search(last):
+    if not is_glob(last):
         return [file] if parse_stem(file.stem) and file.size() is not None else []
     return [index for index in published(file.folder) if fnmatchcase(index.name, file.name)]
 

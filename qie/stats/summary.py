@@ -52,7 +52,7 @@ class Summary:
         recipe_fields: recipe digest -> its fields.
         coverage: what is there of the rows of each folder.
         ranges: rows covered, as half-open ranges, merged over all folders.
-        missing: (folder, start, stop) of rows that no shard of the folder covers, though one covers later rows.
+        missing: (folder, start, stop) of rows that no shard of the folder is of, though one is of later rows.
         tensor_bytes: tensor -> mean bytes per sample, largest first.
         tensor_bytes_total: tensor -> bytes of all samples.
         faults: what is wrong, a line each.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ from qie.errors import QieError
 from qie.recipe import Recipe
 from qie.shards.index import ShardIndex, Skipped
 from qie.shards.parts import require_disjoint
-from qie.shards.storage import rows_of
+from qie.shards.storage import gaps, rows_of
 from qie.stats.summary import LENGTH_BINS, Coverage, Range, Summary, one_line
 from qie.stores import File
 from qie.types import Shape
@@ -40,6 +40,7 @@ class Tally:
     faulty: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
     skipped_in: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
     files: list[File] = field(default_factory=list)
+    named: list[File] = field(default_factory=list)
     recipes: dict[str, Recipe] = field(default_factory=dict)
     by_recipe: Counter[str] = field(default_factory=Counter)
     records: int = 0
@@ -57,6 +58,7 @@ class Tally:
     def add(self, file: File, index: ShardIndex) -> None:
         entries = index.samples
         self.files.append(file)
+        self.named.append(file)
         self.ranges[file.folder.url].append((index.start, index.stop))
         self.recipes.setdefault(index.recipe.digest, index.recipe)
         self.by_recipe[index.recipe.digest] += 1
@@ -78,6 +80,7 @@ class Tally:
         """Record what is wrong with a shard, which may be added or not."""
         self.faults += faults
         self.faulty[file.folder.url].append(rows_of(file))
+        self.named.append(file)
 
     def summary(self) -> Summary:
         samples = len(self.keys)
@@ -107,7 +110,7 @@ class Tally:
             clipped_samples=len(self.clipped),
             notes=dict(self.notes.most_common()),
             ranges=merged(found for ranges in self.ranges.values() for found in ranges),
-            missing=list(_missing(self.ranges)),
+            missing=list(gaps(self.named)),
             tensor_bytes={name: size / samples for name, size in tensor_bytes.items()},
             tensor_bytes_total=tensor_bytes,
             faults=self.faults + _conflicts(self.files, list(self.recipes.values())),
@@ -151,12 +154,3 @@ def _histogram(counts: Counter[int]) -> list[tuple[int, int, int]]:
         bins[(value - low) // width] += count
     edges = [(low + width * number, low + width * (number + 1)) for number in range(max(bins) + 1)]
     return [(start, stop, bins[number]) for number, (start, stop) in enumerate(edges)]
-
-
-def _missing(ranges: Mapping[str, Iterable[Range]]) -> Iterator[tuple[str, int, int]]:
-    for folder, covered in ranges.items():
-        end = 0
-        for start, stop in merged(covered):
-            if start > end:
-                yield folder, end, start
-            end = stop

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from braceexpand import braceexpand
 
 from qie.errors import UsageError
 from qie.shards.index import shard_stem
-from qie.shards.storage import find_indexes, published, rows_of
+from qie.shards.storage import find_indexes, gaps, published, rows_of
 from qie.stores import Folder, LocalFolder, StoreError, open_folder
+from qie.stores.patterns import expand_braces
 from tests.s3 import S3
 
 
@@ -97,10 +99,60 @@ def test_braces_may_name_directories(tmp_path: Path) -> None:
     assert found(f"{tmp_path}/{{one,two}}") == expected
 
 
-def test_a_brace_without_its_partner_is_a_usage_error(tmp_path: Path) -> None:
-    shards(tmp_path, 0)
+@pytest.mark.parametrize(
+    ("pattern", "lacking"),
+    [
+        ("{00000000-00000064,00000128-00000192}.tar", "00000128-00000192.tar"),
+        ("{00000000..00000001}-00000064.tar", "00000001-00000064.tar"),
+        ("{.,gone}", "gone"),
+        ("{*,00000128-00000192}.tar", "00000128-00000192.tar"),
+    ],
+)
+def test_a_name_that_braces_spell_out_has_to_be_there(tmp_path: Path, pattern: str, lacking: str) -> None:
+    shards(tmp_path, 0, 64)
 
-    refused(f"{tmp_path}/{{0000.tar")
+    with pytest.raises(UsageError) as error:
+        find_indexes([f"{tmp_path}/{pattern}"])
+    assert str(error.value.where) == f"{tmp_path}/{lacking}"
+
+
+def test_of_globs_in_braces_some_may_match_nothing(tmp_path: Path) -> None:
+    expected = shards(tmp_path, 0, 64)
+
+    assert found(f"{tmp_path}/{{00000000..00000009}}-*.tar") == expected[:1]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["{0000.tar", "0000}.tar", "{0..999999999}.tar", "{a,b}{0..999999}.tar", "{" * 9999]
+)
+def test_braces_that_do_not_match_or_spell_out_too_much_are_refused(tmp_path: Path, pattern: str) -> None:
+    assert "the braces of a pattern" in refused(f"{tmp_path}/{pattern}").what
+
+
+PATTERNS = """a {a} {} {a,b} {,x} x{1..3}y {3..1} {01..10..3} {-02..2} {1..2..0} {a..e..2} {e..a} {a..5} {1..}
+{{a,b},c}{d,e} {a{1..3},b} {{1..2}} p/{000..002}-*.tar {{a}}{0..1} a,b"""
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.split())
+def test_braces_are_those_of_webdataset(pattern: str) -> None:
+    assert expand_braces(pattern) == list(braceexpand(pattern))
+
+
+# Gaps
+
+
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [((0, 64), []), ((64, 128), [(0, 64)]), ((0, 128, 320), [(64, 128), (192, 320)])],
+)
+def test_rows_between_shards_that_no_shard_is_of_are_gaps(
+    tmp_path: Path, starts: tuple[int, ...], expected: list[tuple[int, int]]
+) -> None:
+    shards(tmp_path, *starts)
+
+    assert [gap[1:] for gap in gaps(find_indexes([tmp_path]))] == expected
+    last = f"{shard_stem(starts[-1], starts[-1] + 64)}.tar"
+    assert [gap[1:] for gap in gaps(find_indexes([tmp_path / last]))] == expected, "the folder counts"
 
 
 def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +364,6 @@ def urls(*places: str | Path) -> list[str]:
         ("/00000064-00000128.json", [1]),
         ("/{00000128..00000129}-*.tar", [2]),
         ("/{00000128-00000192,00000000-00000064}.tar", [2, 0]),
-        ("/{00000000-00000064,00000192-00000256}.tar", [0]),
     ],
 )
 def test_shards_in_a_bucket_are_found(remote: str, ending: str, rows: list[int]) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_iterator
 
-from qie.data.sources import open_source, places, tars
+from qie.data.sources import open_source, tars
 from qie.data.sources.tar_members import iter_members
-from qie.errors import RowError, SourceError
+from qie.errors import RowError, SourceError, UsageError
+from qie.stores import patterns
 from tests.sources.tables import names, refused, write_tar
 
 
@@ -319,8 +320,8 @@ def test_a_file_that_two_patterns_name_is_one(tmp_path: Path) -> None:
 def test_braces_that_cannot_be_expanded_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    monkeypatch.setattr(places, "MAX_PATTERNS", 1000)
-    assert "the braces of a pattern" in refused(SourceError, tmp_path / place).what
+    monkeypatch.setattr(patterns, "MAX_NAMES", 1000)
+    assert "the braces of a pattern" in refused(UsageError, tmp_path / place).what
 
 
 def test_a_tar_whose_name_looks_like_a_pattern_is_read(tmp_path: Path) -> None:

@@ -167,10 +167,12 @@ def test_progress_counts_shards(shards: Path) -> None:
 
 
 def test_the_table_and_the_json_render_one_summary(shards: Path) -> None:
-    values = json.loads(CliRunner().invoke(stats.main, [str(shards), "--json"]).stdout)
+    result = CliRunner().invoke(stats.main, [str(shards), "--json"])
+    values = json.loads(result.stdout)
     table = CliRunner().invoke(stats.main, [str(shards)]).stdout
 
     assert values == json.loads(json.dumps(summary_of(shards).to_dict()))
+    assert result.exit_code == 1, "rows are missing"
     assert "missing   [5, 8) in" in table and "1 samples repeat others" in table
     assert "1  the target is no image" in table and "skipped row 4 (row 4)" in table
     for shape, count in values["shapes"].items():

@@ -5,27 +5,19 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote
 
-from braceexpand import braceexpand
-
 from qie.data.sources.files import File, LocalFile, RemoteFile, row_bytes
 from qie.errors import RowError, SourceError, UsageError
 from qie.paths import local_path
-from qie.stores import Folder, open_folder, scheme_of
+from qie.stores import Folder, is_glob, open_folder, scheme_of, spelled_out
 
 REMOTE_SCHEMES = ("s3", "gs", "az", "https", "http", "hf")
-MAX_PATTERNS = 1_000_000
-
-_MAGIC = re.compile(r"[*?\[]")
-_COUNT = re.compile(r"\{(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})[.}]")
 
 
 class Place(Protocol):
@@ -133,10 +125,11 @@ def files_at(place: str | Path, ending: str) -> list[tuple[Place, File]]:
     """The files that a file name, folder, glob or brace pattern stands for, in order, each once.
 
     Raises:
-        SourceError: the pattern or one of its braces stands for nothing.
+        SourceError: the pattern, or one of the names that its braces spell out, stands for nothing.
+        UsageError: see `qie.stores.patterns.expand_braces`.
     """
     found: dict[object, tuple[Place, File]] = {}
-    for pattern in _patterns(str(place), ending):
+    for pattern in spelled_out(str(place)):
         matches = list(_matches(pattern, ending))
         if not matches:
             raise SourceError(
@@ -200,22 +193,6 @@ def _outside(text: str, root: object) -> RowError:
     )
 
 
-def _patterns(place: str, ending: str) -> list[str]:
-    if scheme_of(place) is None and local_path(place).exists():
-        return [place]  # its name may hold braces or brackets
-    counts = (abs(int(last) - int(first)) for first, last in _COUNT.findall(place))
-    many = any(count >= MAX_PATTERNS for count in counts)  # braceexpand would count them up one by one
-    try:
-        patterns = [] if many else list(islice(braceexpand(place), MAX_PATTERNS + 1))
-    except ValueError as error:
-        raise SourceError(
-            "the braces of a pattern do not match", where=place, expected=f"x-{{000..9}}{ending}"
-        ) from error
-    if many or len(patterns) > MAX_PATTERNS:
-        raise SourceError("the braces of a pattern stand for too many names", where=place, expected=f"≤ {MAX_PATTERNS}")
-    return patterns
-
-
 def _matches(pattern: str, ending: str) -> Iterator[tuple[Place, File]]:
     parent, file = file_at(pattern)
     if isinstance(file, LocalFile):
@@ -223,10 +200,10 @@ def _matches(pattern: str, ending: str) -> Iterator[tuple[Place, File]]:
             yield from _all(LocalPlace(file.path), "*" + ending)
         elif file.path.exists():
             yield parent, file
-        elif _MAGIC.search(str(file.path)):
+        elif is_glob(str(file.path)):
             for match in sorted(glob.glob(str(file.path), recursive=True)):  # noqa: PTH207 - takes no absolute pattern
                 yield LocalPlace(Path(match).parent), LocalFile(Path(match))
-    elif _MAGIC.search(file.name):
+    elif is_glob(file.name):
         yield from _all(parent, file.name)
     elif file.name.lower().endswith(ending):
         yield parent, file
