@@ -6,9 +6,8 @@
 CHECKPOINT is a checkpoint's folder, a run's train.output_dir, of which the latest checkpoint is taken, or a LoRA file.
 
 Without --merge the adapter becomes one file. The format comfyui is read by ComfyUI and by diffusers; diffusers is that
-of the checkpoint, with less metadata, so that older releases of peft take it. With --merge the transformer of MODEL, a
-folder or a name on the Hugging Face hub, is written with the adapter merged into its weights; all of it is in memory
-meanwhile, 41 GB for Qwen-Image-Edit in bfloat16.
+of the checkpoint. With --merge the transformer of MODEL, a folder or a name on the Hugging Face hub, is written with
+the adapter merged into its weights; all of it is in memory meanwhile, 41 GB for Qwen-Image-Edit in bfloat16.
 
 Exit status: 0 if it is written, 1 if the adapter has a fault, 2 if called wrongly; the reason is on stderr, one line.
 """

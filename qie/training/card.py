@@ -38,6 +38,9 @@ _HIDDEN = "***"
 # A README.md without it is someone's own, and stays.
 _MARK = "<!-- Written by qie-train, and written again at each of its checkpoints as long as this line is in it. -->"
 
+_FOR_COMFYUI = """ ComfyUI ignores the scale in this file: give it one that `tools/export_adapter.py` of qie has written
+from it."""
+
 
 @dataclass(frozen=True)
 class RunReport:
@@ -165,7 +168,7 @@ To be loaded with diffusers, here from the folder of this page; on the hub, `"."
 
 {_block("python", _snippet(report, adapter))}
 
-Then `pipe(image=…, prompt=…).images[0]` is the edited image.
+Then `pipe(image=…, prompt=…).images[0]` is the edited image.{_FOR_COMFYUI if adapter else ""}
 
 | | |
 |---|---|

@@ -36,7 +36,7 @@ class LoraFile:
     @property
     def settings(self) -> dict[str, Any] | None:
         """See `settings_of`; None when the file has none."""
-        return settings_of(self.metadata or {}) or None
+        return None if self.metadata is None else settings_of(self.metadata)
 
     @property
     def scale(self) -> float | None:
@@ -49,7 +49,8 @@ class LoraFile:
         return None if self.metadata.get("alpha_pattern") else scale_of(self.metadata)
 
 
-_SCALE = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+_SCALE = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias")
 _LAYERS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 
 
@@ -57,9 +58,11 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Of a configuration of peft what the adapter computes, and where; the rest is how it was trained.
 
     Each release of peft has more fields than the one before, and refuses a file with one that it does not know; so what
-    is off is left out, too. Sets have no order of their own: sorted, equal adapters are equal files.
+    is off is left out, too. Empty patterns stay: diffusers 0.35 to 0.39 look them up without asking. Sets have no order
+    of their own: sorted, equal adapters are equal files.
     """
     known = {name: config[name] for name in _SCALE + _LAYERS if config.get(name)}
+    known |= {name: config.get(name) or {} for name in _PATTERNS}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in known.items()}
 
 

@@ -137,17 +137,18 @@ def test_the_file_for_diffusers_computes_the_same_bits(tiny_edit: Path, batch, s
     assert torch.equal(call(loaded(tiny_edit, tmp_path / "out.safetensors"), batch), call(trained, batch))
 
 
-def test_the_file_for_diffusers_names_no_setting_that_an_older_peft_lacks(saved, tmp_path: Path) -> None:
+def test_files_for_diffusers_name_what_each_of_its_releases_asks_for_and_nothing_that_an_older_peft_lacks(
+    saved, tmp_path: Path
+) -> None:
     folder, _ = saved(**PLAIN, use_rslora=True)
     export_adapter(folder, tmp_path / "out.safetensors", "diffusers")
-    with safe_open(tmp_path / "out.safetensors", framework="pt") as file:
-        settings = json.loads(file.metadata()["lora_adapter_metadata"])
-    assert {name.removeprefix("transformer.") for name in settings} == {
-        "r",
-        "lora_alpha",
-        "target_modules",
-        "use_rslora",
-    }
+    for path in (folder / ADAPTER_FILE, tmp_path / "out.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            settings = json.loads(file.metadata()["lora_adapter_metadata"])
+        # diffusers 0.35 to 0.39 look the two patterns up, whether or not there are any.
+        expected = {"r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern", "alpha_pattern"}
+        assert settings.keys() == {f"transformer.{name}" for name in expected}
+        assert settings["transformer.rank_pattern"] == settings["transformer.alpha_pattern"] == {}
 
 
 def test_dora_is_refused_for_comfyui_and_says_what_to_do(saved, tmp_path: Path) -> None:
