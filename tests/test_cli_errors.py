@@ -128,6 +128,25 @@ def test_an_unknown_key_names_the_nearest(refused: Refused, command, arguments: 
     assert "unknown key 'max_step'" in message and "did you mean 'max_steps'?" in message
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "answer"),
+    [
+        (precompute, "--start_idx", "Did you mean --start-idx?"),
+        (train, "--network_dim", "--network_dim → model.lora.r, in the configuration or as --set KEY=VALUE"),
+        (train, "--batch-size", "--batch_size → data.batch_size"),
+        (train, "--resume_from_checkpoint", "qie-train --resume DIR"),
+        (train, "--cache", "qie-precompute encodes"),
+        (predict, "--lora_weight", "--lora PATH:SCALE"),
+        (stats, "--qwerty", "No such option"),
+    ],
+)
+def test_an_option_of_an_earlier_program_is_answered_with_what_to_write_instead(
+    command, option: str, answer: str
+) -> None:
+    result = CliRunner().invoke(command.main, [*CONFIG, option, "5"])
+    assert result.exit_code == 2 and answer in result.stderr and result.stdout == ""
+
+
 @configured
 @pytest.mark.parametrize("text", ["train.max_steps", "=5", "train..seed=5", ""])
 def test_a_bad_set_is_shown(refused: Refused, command, arguments: tuple[str, ...], text: str) -> None:

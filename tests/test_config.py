@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import yaml
 from pydantic import ValidationError
 
 from qie.config import Config, LoraConfig, load_config, required
+from qie.config.moved import MOVED, moved
 from qie.errors import ConfigError
+from tests.builders import ROOT
 
 MINIMAL = "model: {pretrained_model_name_or_path: m}\n"
 
@@ -57,7 +60,7 @@ def test_an_unknown_key_names_the_nearest_known_one(file: Path, text: str, unkno
     error = refusal(file, text)
     assert error.what == f"unknown key {unknown!r}"
     assert error.hint == f"did you mean {nearest!r}?"
-    assert str(error.where).startswith(f"{file}, ") and str(error.where).endswith(unknown)
+    assert str(error.where).startswith(f"{file}:2, ") and str(error.where).endswith(unknown)
 
 
 def test_an_unknown_key_of_a_nested_section_is_compared_with_the_keys_beside_it(file: Path) -> None:
@@ -81,7 +84,7 @@ def test_an_unknown_key_in_a_list_of_sections_is_found_by_its_position(
     file: Path, key: str, text: str, nearest: str
 ) -> None:
     error = refusal(file, text)
-    assert error.where == f"{file}, {key}"
+    assert error.where == f"{file}:2, {key}"
     assert error.hint == f"did you mean {nearest!r}?"
 
 
@@ -101,6 +104,91 @@ def test_an_unknown_key_like_no_other_lists_the_known_ones(file: Path) -> None:
 
 def test_an_unknown_key_of_a_set_names_the_nearest_known_one(file: Path) -> None:
     assert refusal(file, "", "train.max_step=5").hint == "did you mean 'max_steps'?"
+
+
+# Keys of earlier programs
+
+
+def old_keys() -> Iterator[tuple[str, str]]:
+    """Old keys and options of the page's tables, and what stands beside them."""
+    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    ours, _, others = page.partition("**Configuration.**")[2].partition("**Code.**")
+    others = others.partition("## From musubi-tuner")[2].partition("## From Quaterion")[0]
+    for old, new in re.findall(r"(?m)^\| (?!there|.*\.py`|`deepspeed)(.*?) \| (.*) \|$", ours + others):
+        section = re.search(r"of `\[(\w+)\]`", old)
+        for name, value in re.findall(r"`(?:--)?([a-z][a-z0-9_.]+)((?:[ =:][^`]*)?)`", old):
+            key = f"{section[1]}.{name}" if section else name
+            yield key + value if key + value in MOVED else key, new
+
+
+@pytest.mark.parametrize(("key", "row"), list(old_keys()))
+def test_every_key_that_the_page_for_those_who_move_over_names_is_answered_as_there(key: str, row: str) -> None:
+    answer = str(moved(key)).partition(" → ")[2]
+    assert answer.startswith("none") or any(name in answer for name in re.findall(r"`((?:\w+\.)+\w+)", row))
+
+
+@pytest.mark.parametrize(
+    ("typed", "named", "answer"),
+    [
+        ("data.init_args={dataset_path: x}", "init_args.dataset_path", "data.init_args.dataset_path → data.source"),
+        ("data.init_args={}", "init_args", "data.init_args → the other keys of section data"),
+        ("data.num_workers=4", "num_workers", "data.num_workers → none: batches are prepared in threads"),
+        ("lora.rank=8", "lora.rank", "lora.rank → model.lora.r"),
+        ("lora.alpha=8", "lora.alpha", "lora.alpha → model.lora.lora_alpha"),
+        ("train.learning_rate=1e-4", "learning_rate", "train.learning_rate → optimizer.init_args.lr"),
+        ("optimizer.lr=1e-4", "lr", "optimizer.lr → optimizer.init_args.lr"),
+        ("resolution=1024", "resolution", "resolution → data.area_px, width times height: 1048576 for 1024"),
+        ("train.cache_dir=x", "cache_dir", "train.cache_dir → cache.cache_dir"),
+    ],
+)
+def test_an_old_or_misplaced_key_is_answered_with_what_to_write_instead(
+    file: Path, typed: str, named: str, answer: str
+) -> None:
+    """Not with the key that is spelt like it."""
+    error = refusal(file, "", typed)
+    assert (error.what, error.hint) == (f"unknown key {named!r}", answer)
+    key, _, value = typed.partition("=")
+    *sections, last = key.split(".")
+    assert refusal(file, "".join(f"{name}: {{" for name in sections) + f"{last}: {value}" + "}" * len(sections)).hint
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("model.quantize=true", "model.quantize: true → model.quantize: fp8"),
+        ("logging.report_to=wandb", "logging.report_to: wandb → logging.report_to: [wandb], a list"),
+        ("lr_scheduler.num_cycles=0.5", "lr_scheduler.num_cycles: 0.5 → none: cosine is half a wave"),
+    ],
+)
+def test_an_old_value_is_answered_with_what_to_write_instead(file: Path, typed: str, answer: str) -> None:
+    assert refusal(file, "", typed).hint == answer
+
+
+def test_a_file_of_old_keys_is_answered_at_once(file: Path) -> None:
+    text = "data: {num_workers: 2, init_args: {dataset_path: a, image_size: [832, 576]}}\ntrain: {max_train_steps: 3}"
+    error = refusal(file, text)
+    assert error.what == "unknown key 'num_workers'; and 2 more faults"
+    assert str(error.hint).count(" → ") == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "where"),
+    [
+        ("train:\n  max_steps: 0", [], "{file}:3, train.max_steps"),
+        ("train:\n  max_steps: 5", ["train.max_steps=0"], "--set train.max_steps"),
+        ("train:\n  max_steps: 0", ["train.seed=5"], "{file}:3, train.max_steps"),
+        ("train:\n  max_steps: 5\n", ["train={max_steps: 0}"], "--set train.max_steps"),
+        ("data:\n  source:\n  - source: a\n  - source: b\n    weight: 0", [], "{file}:6, data.source.1.weight"),
+        ("data:\n  source:\n  - source: a", ["data.source.0.weight=0"], "--set data.source.0.weight"),
+        ("train:\n  <<: {seed: 1,\n       max_steps: 0}", [], "{file}:4, train.max_steps"),
+        ("validation: {samples: [{prompt: x}]}", [], "{file}:2, validation.samples.0.images"),
+    ],
+)
+def test_an_error_names_the_line_or_the_set_that_was_typed(
+    file: Path, text: str, overrides: list[str], where: str
+) -> None:
+    error = refusal(file, text, *overrides)
+    assert error.where == where.format(file=file)
 
 
 def test_a_key_that_is_no_word_is_refused(file: Path) -> None:
@@ -135,7 +223,7 @@ def test_a_key_that_is_no_word_is_refused(file: Path) -> None:
 def test_a_value_of_a_wrong_type_is_refused_by_its_key_and_shown(file: Path, key: str, value: str) -> None:
     error = refusal(file, "", f"{key}={value}")
     assert "refused" in error.what
-    assert f"{file}, {key}" in str(error.where)
+    assert error.where == f"--set {key}"
     assert error.found == repr(yaml.safe_load(value))
     assert error.expected
 
@@ -153,7 +241,7 @@ def test_a_value_of_a_wrong_type_is_refused_by_its_key_and_shown(file: Path, key
 )
 def test_a_refused_value_in_a_list_is_found_by_its_position(file: Path, key: str, text: str, found: object) -> None:
     error = refusal(file, text)
-    assert error.where == f"{file}, {key}"
+    assert error.where == f"{file}:2, {key}"
     assert error.found == repr(found)
     assert error.what == "a value is refused"
 
@@ -168,7 +256,7 @@ def test_a_refused_value_in_a_list_is_found_by_its_position(file: Path, key: str
 )
 def test_what_is_missing_in_a_list_of_sections_is_found_by_its_position(file: Path, key: str, value: str) -> None:
     error = refusal(file, "", f"{'.'.join(key.split('.')[:2])}={value}")
-    assert (error.what, error.where) == ("a required key is missing", f"{file}, {key}")
+    assert (error.what, error.where) == ("a required key is missing", f"--set {key}")
 
 
 def test_where_a_section_is_due_its_keys_are_said(file: Path) -> None:
@@ -177,7 +265,7 @@ def test_where_a_section_is_due_its_keys_are_said(file: Path) -> None:
 
 def test_two_values_that_exclude_each_other_are_refused_in_words(file: Path) -> None:
     error = refusal(file, "train: {max_steps: 5, epochs: 1}")
-    assert (error.where, error.expected) == (f"{file}, train", "max_steps and epochs exclude each other")
+    assert (error.where, error.expected) == (f"{file}:2, train", "max_steps and epochs exclude each other")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +290,7 @@ def test_two_values_that_exclude_each_other_are_refused_in_words(file: Path) -> 
 )
 def test_a_value_out_of_range_is_refused_by_its_key(file: Path, key: str, values: list[str]) -> None:
     for value in values:
-        assert f"{file}, {key}" in str(refusal(file, "", f"{key}={value}").where)
+        assert refusal(file, "", f"{key}={value}").where == f"--set {key}"
 
 
 @pytest.mark.parametrize(
@@ -285,7 +373,7 @@ def test_a_seed_that_no_generator_takes_is_refused(file: Path) -> None:
 @pytest.mark.parametrize("key", ["loss.shift", "model.lora.target_modules"])
 def test_a_value_of_several_types_is_one_fault_at_its_own_key(file: Path, key: str) -> None:
     error = refusal(file, "", f"{key}={{}}")
-    assert error.where == f"{file}, {key}"
+    assert error.where == f"--set {key}"
     assert "more" not in error.what
 
 
@@ -296,14 +384,14 @@ def test_a_missing_required_key_is_named(file: Path) -> None:
     file.write_text("model: {family: edit}")
     with pytest.raises(ConfigError, match="required key is missing") as caught:
         load_config(file)
-    assert caught.value.where == f"{file}, model.pretrained_model_name_or_path"
+    assert caught.value.where == f"{file}:1, model.pretrained_model_name_or_path"
 
 
 def test_a_missing_required_section_is_named(file: Path) -> None:
     file.write_text("train: {max_steps: 5}")
     with pytest.raises(ConfigError, match="required key is missing") as caught:
         load_config(file)
-    assert caught.value.where == f"{file}, model"
+    assert caught.value.where == f"{file}:1, model"
 
 
 def test_what_only_one_command_needs_is_asked_for_by_its_key_and_a_remedy() -> None:
@@ -318,7 +406,7 @@ def test_what_only_one_command_needs_is_asked_for_by_its_key_and_a_remedy() -> N
 def test_several_faults_are_counted_and_the_first_is_explained(file: Path) -> None:
     error = refusal(file, "train: {max_steps: 0, seed: -1, xyzzy: 1}")
     assert error.what.endswith("; and 2 more faults")
-    assert error.where == f"{file}, train.max_steps"
+    assert error.where == f"{file}:2, train.max_steps"
     assert len(str(error).splitlines()) <= 5
 
 
@@ -479,12 +567,13 @@ def test_a_default_stands_for_a_variable_that_is_not_set_or_empty(file: Path, mo
 
 
 def test_a_variable_that_is_not_set_is_an_error_that_names_key_and_variable(file: Path) -> None:
-    for error in (
-        refusal(file, 'data: {source: [{source: "s3://${QIE_ABSENT}/x"}]}'),
-        refusal(file, "data: {source: [{source: a}]}", "data.source.0.source=s3://${QIE_ABSENT}/x"),
+    overridden = refusal(file, "data: {source: [{source: a}]}", "data.source.0.source=s3://${QIE_ABSENT}/x")
+    for error, place in (
+        (refusal(file, 'data: {source: [{source: "s3://${QIE_ABSENT}/x"}]}'), f"{file}:2,"),
+        (overridden, "--set"),
     ):
         assert error.what == "the environment variable QIE_ABSENT is not set"
-        assert error.where == f"{file}, data.source.0.source"
+        assert error.where == f"{place} data.source.0.source"
         assert error.found == "s3://${QIE_ABSENT}/x"
         assert "${QIE_ABSENT:-" in str(error.hint)
 
@@ -517,7 +606,7 @@ def test_two_dollars_are_a_plain_one_before_a_brace(file: Path) -> None:
 def test_what_is_no_reference_is_refused_with_the_way_to_write_it(file: Path, text: str) -> None:
     error = refusal(file, f'train: {{output_dir: "{text}"}}')
     assert error.what == "a reference to the environment cannot be read"
-    assert (error.where, error.found) == (f"{file}, train.output_dir", text)
+    assert (error.where, error.found) == (f"{file}:2, train.output_dir", text)
     assert "$${" in str(error.hint)
 
 

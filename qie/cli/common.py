@@ -17,7 +17,7 @@ import click
 PATH_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 """What is wrong with a path that was given, rather than with the machine."""
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 config_option = click.option("--config", "config_path", required=True, metavar="FILE", help="YAML configuration.")
 set_option = click.option(
@@ -26,7 +26,26 @@ set_option = click.option(
 quiet_option = click.option("--quiet", is_flag=True, help="No progress, only results and errors.")
 
 
-def explained(command: Command) -> Command:
+class Command(click.Command):
+    """A command that answers options of earlier programs, and keys of the configuration, by where they are here."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from qie.config.moved import moved
+
+            name = error.option_name.lstrip("-").replace("-", "_")
+            own, answer = f"--{name.replace('_', '-')}", moved(name)
+            if any(own in option.opts for option in self.params):
+                raise click.UsageError(f"No such option {error.option_name}. Did you mean {own}?", ctx) from error
+            if answer is None:
+                raise
+            how = "" if "→ none" in answer else ", in the configuration or as --set KEY=VALUE"
+            raise click.UsageError(f"No such option: --{answer}{how}", ctx) from error
+
+
+def explained(command: Function) -> Function:
     """Show a QieError as a message instead of a traceback, and exit by its code; Ctrl-C exits with 130."""
 
     @functools.wraps(command)

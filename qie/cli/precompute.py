@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qie.cli.common import (
+    Command,
     JsonLog,
     Progress,
     config_option,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from qie.stores import Folder
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option
 @click.option("--source", metavar="SOURCE", help="Rows to encode; default data.source.")
 @click.option("--output", metavar="DIR|URL", help="Where the shards go; default cache.cache_dir.")

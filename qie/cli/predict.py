@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Progress, config_option, explained, quiet_libraries, quiet_option, set_option
+from qie.cli.common import Command, Progress, config_option, explained, quiet_libraries, quiet_option, set_option
 
 if TYPE_CHECKING:
     from qie.cli.paintings import Painting
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qie.predict import Painter
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option
 @click.option("--image", "images", multiple=True, metavar="FILE", help="Image to edit; repeatable for edit_plus.")
 @click.option("--prompt", help="The instruction.")

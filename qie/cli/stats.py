@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Progress, explained, quiet_option, set_option
+from qie.cli.common import Command, Progress, explained, quiet_option, set_option
 from qie.quantities import human_bytes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 GALLERY = 24
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("shards", nargs=-1, required=True)
 @click.option("--verify", is_flag=True, help="Rehash every shard against its index.")
 @click.option("--compact", is_flag=True, help="Write one index of all shards into each folder: it opens in seconds.")

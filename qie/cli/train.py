@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qie.cli.common import Progress, config_option, explained, quiet_libraries, quiet_option, set_option
+from qie.cli.common import Command, Progress, config_option, explained, quiet_libraries, quiet_option, set_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qie.training.journal import Listener
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("shards", nargs=-1)
 @config_option
 @click.option("--resume", metavar="DIR|latest", help="Go on from a checkpoint as if the run had never stopped.")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic import ValidationError as PydanticError
 
-from qie.config.environment import Key, dotted
+from qie.config.environment import Key, Typed, dotted
+from qie.config.moved import MOVED, moved
 from qie.config.sections import Config
 from qie.errors import ConfigError
 
+MOST_HINTS = 8
 
-def explained(error: PydanticError, tree: Any, path: Path) -> ConfigError:
-    """The first fault; the rest are counted. `tree` is what was refused."""
+
+def explained(error: PydanticError, tree: Any, typed: Typed) -> ConfigError:
+    """The first fault; the rest are counted, and old keys among them answered. `tree` is what was refused."""
     faults = [(key_of(fault, tree), fault) for fault in error.errors(include_url=False)]
     # A value that may be of several types has faults for each. Those furthest inside are of the type that was meant.
     faults = [(key, fault) for key, fault in faults if not any(_is_inside(other, key) for other, _ in faults)]
@@ -23,20 +27,55 @@ def explained(error: PydanticError, tree: Any, path: Path) -> ConfigError:
     key, first = faults[0]
     others = len({key for key, _ in faults}) - 1
     more = f"; and {others} more fault{'s' if others > 1 else ''}" if others else ""
-    where = f"{path}, {dotted(key)}"
     if first["type"] == "extra_forbidden":
-        known = list(_section(key[:-1]).model_fields)
-        near = difflib.get_close_matches(str(key[-1]), known, n=1, cutoff=0.5)
-        return ConfigError(
-            f"unknown key {key[-1]!r}{more}",
-            where=where,
-            expected=f"one of {', '.join(known)}",
-            hint=f"did you mean {near[0]!r}?" if near else None,
-        )
+        return _unknown([key for key, fault in faults if fault["type"] == "extra_forbidden"], tree, typed, more)
     if first["type"] == "missing":
-        return ConfigError(f"a required key is missing{more}", where=where)
+        return ConfigError(f"a required key is missing{more}", where=typed.where(key))
     expected = " or ".join(dict.fromkeys(_expected(key, fault) for other, fault in faults if other == key))
-    return ConfigError(f"a value is refused{more}", where=where, expected=expected, found=repr(first["input"]))
+    found = first["input"]
+    typed_value = f"{dotted(key)}: {str(found).lower()}"
+    hint = f"{typed_value} → {MOVED[typed_value]}" if typed_value in MOVED else None
+    where = typed.where(key)
+    return ConfigError(f"a value is refused{more}", where=where, expected=expected, found=repr(found), hint=hint)
+
+
+def _unknown(keys: list[Key], tree: Any, typed: Typed, more: str) -> ConfigError:
+    """The first of some unknown keys, with what to write instead of it and of further old ones."""
+    old: dict[Key, str] = {}
+    for key in keys:
+        known_within = {leaf: answer for leaf in _leaves(key, tree) if (answer := moved(_name(leaf)))}
+        answer = moved(_name(key))
+        old |= known_within or ({key: answer} if answer else {})
+    first = next((leaf for leaf in old if leaf[: len(keys[0])] == keys[0]), keys[0])
+    name = ".".join(map(str, first[len(keys[0]) - 1 :]))
+    known = list(_section(keys[0][:-1]).model_fields)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    answers = "; ".join(islice(old.values(), MOST_HINTS))
+    return ConfigError(
+        f"unknown key {name!r}{more}",
+        where=typed.where(first),
+        expected=None if first in old else f"one of {', '.join(known)}",
+        hint=f"did you mean {near[0]!r}?" if near and first not in old else answers or None,
+    )
+
+
+def _leaves(key: Key, tree: Any) -> Iterator[Key]:
+    """The keys within a section, or within a list of sections; else the key itself."""
+    value = tree
+    for step in key:
+        value = value[step]
+    steps: Iterable[Any] = ()
+    if isinstance(value, dict):
+        steps = value
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        steps = range(len(value))
+    inner = [leaf for step in steps for leaf in _leaves((*key, step), tree)]
+    yield from inner or [key]
+
+
+def _name(key: Key) -> str:
+    """A key without positions in lists."""
+    return ".".join(step for step in key if isinstance(step, str))
 
 
 def key_of(fault: Any, tree: Any) -> Key:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError as PydanticError
 
-from qie.config.environment import Key, expand
+from qie.config.environment import Key, Typed, expand
 from qie.config.faults import explained, key_of
 from qie.config.loader import parse
 from qie.config.sections import Config
@@ -26,7 +26,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        tree = parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree = parse(text)
     except OSError as error:
         raise ConfigError("the configuration file cannot be read", where=path, found=error.strerror) from error
     except ValueError as error:
@@ -38,17 +39,16 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
             expected="model:, data:, …",
             found=type(tree).__name__,
         )
-    for override in overrides:
-        _set(tree, override)
+    typed = Typed(path, text, [_set(tree, override) for override in overrides])
     texts: dict[Key, str] = {}
     try:
-        tree = expand(tree, texts, path)
+        tree = expand(tree, texts, typed)
     except RecursionError as error:
         raise ConfigError("a section of the configuration contains itself", where=path) from error
     try:
         return _validated(tree, texts)
     except PydanticError as error:
-        raise explained(error, tree, path) from error
+        raise explained(error, tree, typed) from error
 
 
 def required(value: T | None, key: str, why: str) -> T:
@@ -74,7 +74,8 @@ def _validated(tree: Any, texts: dict[Key, str]) -> Config:
     return Config.model_validate(tree)
 
 
-def _set(tree: dict[str, Any], override: str) -> None:
+def _set(tree: dict[str, Any], override: str) -> Key:
+    """Apply a --set to `tree`; returns the way to its value."""
     name, equals, text = override.partition("=")
     steps = name.strip().split(".")
     if not equals or not all(steps):
@@ -83,6 +84,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
         value = parse(text)
     except ValueError as error:
         raise ConfigError("the value of a --set is no YAML", where=name, found=error) from error
+    key: Key = ()
     place: Any = tree
     for depth, step in enumerate(steps):
         at: Any = step
@@ -91,8 +93,10 @@ def _set(tree: dict[str, Any], override: str) -> None:
         elif not isinstance(place, dict):
             found = f"{'.'.join(steps[:depth])}: {place!r}"
             raise ConfigError("a --set reaches into something that is no section", where=name, found=found)
+        key = (*key, at)
         if depth == len(steps) - 1:
             place[at] = value
         elif isinstance(place, dict) and place.get(at) is None:
             place[at] = {}
         place = place[at]
+    return key

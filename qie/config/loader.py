@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -43,6 +44,30 @@ def parse(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def line_of(text: str, key: Sequence[object]) -> tuple[int, int]:
+    """How many steps of the way to a value a YAML document has, and the line of the last of them, from 1."""
+    node: Any = yaml.compose(text, _Loader)
+    line, depth = 1, 0
+    for depth, step in enumerate(key):
+        if isinstance(node, yaml.SequenceNode):
+            inner = [(item, item) for position, item in enumerate(node.value) if position == step]
+        else:
+            inner = [pair for pair in _pairs(node) if pair[0].value == str(step)]
+        if not inner:
+            return depth, line
+        at, node = inner[-1]
+        line = at.start_mark.line + 1
+    return depth + 1, line
+
+
+def _pairs(node: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a mapping, after those that its merge keys (`<<`) bring in."""
+    if isinstance(node, yaml.SequenceNode):
+        return [pair for item in node.value for pair in _pairs(item)]
+    own = node.value if isinstance(node, yaml.MappingNode) else []
+    return [pair for key, value in own if key.value == "<<" for pair in _pairs(value)] + own
 
 
 def parse_scalar(text: str) -> Any:
