@@ -136,8 +136,8 @@ class Recipe:
     def key(self, row: Row) -> str:
         """The content key of `row`: 64 hex characters.
 
-        SHA-256 over the recipe, then the NFC prompt, target, mask and each control, every part as its own SHA-256 under
-        its name, so that no two different rows can run together into the same bytes.
+        SHA-256 over the recipe, then the normalised prompt, target, mask and each control, every part as its own
+        SHA-256 under its name, so that no two different rows can run together into the same bytes.
         """
         lines = [self.full_digest, f"prompt {_sha256(normal_prompt(row.prompt).encode())}", f"target {row.target_hash}"]
         if row.mask is not None:
@@ -189,8 +189,12 @@ class Recipe:
 
 
 def normal_prompt(prompt: str) -> str:
-    """The prompt as it is hashed and encoded: Unicode NFC, so that equal text is equal bytes."""
-    return unicodedata.normalize("NFC", prompt)
+    """The prompt as it is hashed and encoded, for training and for painting.
+
+    Unicode NFC, without the blanks and line ends around it, so that equal text is equal bytes. The released pipelines
+    encode those blanks; a file or a cell of a table has them by accident.
+    """
+    return unicodedata.normalize("NFC", prompt).strip()
 
 
 def template_digest(family: Family) -> str:

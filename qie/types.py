@@ -43,7 +43,7 @@ class Row:
         name: what the owner calls it, for messages; not part of its identity.
         target: the image to be learnt.
         controls: the images to edit, in order; at least one.
-        prompt: the instruction, as given (it is normalised to NFC before it is hashed or encoded).
+        prompt: the instruction, as given (see `qie.recipe.normal_prompt` for what is hashed and encoded).
         mask: image whose bright parts weigh as foreground in the loss.
         more_prompts: further captions of the same edit; see `qie.data.variants`.
         source: name of the row's source in a mixture; not part of its identity.

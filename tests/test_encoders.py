@@ -358,7 +358,12 @@ def test_a_tokenizer_of_another_model_is_refused(tiny_edit: Path, tmp_path: Path
         PromptEncoder(open_checkpoint(str(tmp_path / "model")), CPU, torch.float32)
 
 
-def test_a_row_is_the_same_whichever_form_its_prompt_was_typed_in(encoder: Encoder, photos: Path) -> None:
+@pytest.mark.parametrize("typed", ["cafe\u0301", "  caf\u00e9 ", "caf\u00e9\r\n"])
+def test_a_prompt_is_the_same_whichever_way_it_was_typed_in_a_row_and_to_generate_with(
+    encoder: Encoder, photos: Path, typed: str
+) -> None:
     row: Row = open_source(photos).read(0)
-    one, other = (replace(row, prompt=prompt) for prompt in ("caf\u00e9", "cafe\u0301"))
+    one, other = (replace(row, prompt=prompt) for prompt in ("caf\u00e9", typed))
     assert encode(encoder.encode(one), "") == encode(encoder.encode(other), "")
+    image = Image.new("RGB", (128, 96), "teal")
+    assert torch.equal(encoder.embed([image], typed), encoder.embed([image], "caf\u00e9"))

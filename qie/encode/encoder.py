@@ -21,7 +21,7 @@ from qie.encode.text import MAX_POSITIONS, PromptEmbeds, PromptEncoder, Seen, ch
 from qie.encode.vae import VaeEncoder
 from qie.errors import QieError, RowError
 from qie.pretrained import Checkpoint
-from qie.recipe import NULL_PROMPT, Recipe
+from qie.recipe import NULL_PROMPT, Recipe, normal_prompt
 from qie.stages import Stage, in_turn
 from qie.types import Facts, Row, Sample
 
@@ -128,7 +128,8 @@ class Encoder:
         Raises:
             RowError: the prompt contains a special token. The null prompt is allowed.
         """
-        if prompt.strip():
+        prompt = normal_prompt(prompt)
+        if prompt:
             check_prompt(prompt)
         pictures = [see(image, self.recipe).for_text(self.recipe) for image in images]
         seen = self.text.see(self.text.patches(pictures))

@@ -13,7 +13,7 @@ from qie.encode.rows import see
 from qie.encode.sizes import choose_area
 from qie.encode.text import MAX_POSITIONS
 from qie.errors import RowError, UsageError
-from qie.recipe import FAMILIES, normal_prompt
+from qie.recipe import FAMILIES
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ def check_controls(family: str, count: int, where: str | None = None) -> None:
 
 
 def _embed(encoder: Encoder, images: Sequence[Image.Image], prompt: str, room: int) -> torch.Tensor:
-    embed = encoder.embed(images, normal_prompt(prompt)).cpu()
+    embed = encoder.embed(images, prompt).cpu()
     if len(embed) > room:
         raise RowError("the prompt is too long", expected=f"at most {room} tokens, images included", found=len(embed))
     return embed

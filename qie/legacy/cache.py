@@ -132,7 +132,7 @@ class EmbeddingCacheManager:
             raise UsageError("the image cannot be read", where=path, found=error.strerror) from error
 
     def get_file_hash_for_prompt(self, image_path: str | Path, prompt: str) -> str:
-        """A hash of the file's content and the prompt in NFC: what its embedding depends on. Now: `recipe.key(row)`."""
+        """A hash of the file and the normalised prompt: what its embedding depends on. Now: `recipe.key(row)`."""
         return json_hash({"image": self.get_file_hash_for_image(image_path), "prompt": normal_prompt(prompt)})
 
     def get_key(self, encoder: str, value: object) -> str:

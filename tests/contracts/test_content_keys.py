@@ -29,7 +29,7 @@ ROW = Row(0, "a", b"target", (b"one", b"two"), "make it night", b"mask")
         {"controls": (b"onetwo",)},
         {"controls": (b"one", b"two", b"two")},
         {"prompt": "make it Night"},
-        {"prompt": "make it night "},
+        {"prompt": "make it  night"},
         {"mask": None},
         {"mask": b"MASK"},
         {"mask": None, "controls": (b"mask", b"one", b"two")},
@@ -66,6 +66,11 @@ def test_the_key_is_the_one_that_the_format_gives() -> None:
     lines = [RECIPE.full_digest, f"prompt {sha(b'make it night')}", f"target {sha(b'target')}", f"mask {sha(b'mask')}"]
     lines += [f"control {sha(b'one')}", f"control {sha(b'two')}"]
     assert RECIPE.key(ROW) == sha("\n".join(lines).encode())
+
+
+@pytest.mark.parametrize("around", ["{} ", "  {}", "\t{}\r\n", "\u00a0{}\u3000"])
+def test_blanks_around_a_prompt_are_no_part_of_it(around: str) -> None:
+    assert RECIPE.key(replace(ROW, prompt=around.format(ROW.prompt))) == RECIPE.key(ROW)
 
 
 def recipe_of(model: Path) -> Recipe:

@@ -10,6 +10,7 @@ from qie.data.sources.columns import Roles
 from qie.data.sources.files import readable
 from qie.data.sources.places import Place, bytes_named
 from qie.errors import RowError
+from qie.recipe import normal_prompt
 from qie.types import Row
 
 _TYPES = {
@@ -137,7 +138,7 @@ class Cells:
             raise RowError(
                 "text is not Unicode", where=f"{self.where}, column {column}", found=ascii(value[error.start])
             ) from error
-        return value.strip()
+        return normal_prompt(value)
 
     def _numbered(self, columns: tuple[tuple[int, str], ...], what: str) -> list[str]:
         """The given ones of numbered columns. Raises RowError for a gap."""

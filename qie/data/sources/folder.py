@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from qie.data.sources.files import File, readable, row_bytes
 from qie.data.sources.places import Place
 from qie.errors import RowError, SourceError
+from qie.recipe import normal_prompt
 from qie.types import Row
 
 TARGET_FOLDERS = ("training_images", "images", "target_images")
@@ -169,7 +170,7 @@ def _first_folder(place: Place, names: tuple[str, ...]) -> Place:
 
 def _decoded(file: File) -> str:
     try:
-        return row_bytes(file).decode("utf-8-sig").strip()
+        return normal_prompt(row_bytes(file).decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise RowError(
             "the prompt is not UTF-8", where=file.where, found=f"byte {error.object[error.start]:#x}"
