@@ -68,7 +68,6 @@ demo: $(VENV)/.demo
 	qie-precompute --config $(DEMO) --end-idx 36
 	qie-precompute --config $(DEMO) --start-idx 36
 	qie-stats demo/shards --verify --html demo/stats.html
-	qie-train --config $(DEMO) --set cache.use_cache=false --set train.max_steps=40 --set train.output_dir=demo/live
 	qie-train --config $(DEMO) demo/shards
 	python tools/demo_report.py demo
 

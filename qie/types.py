@@ -135,11 +135,13 @@ class Shape:
 
 
 class Facts(NamedTuple):
-    """What is known of a sample before it is encoded: its key, shape, and the length of its prompt's embedding."""
+    """What is known of a sample before it is encoded: key, shape, length of the prompt's embedding, whether it has a
+    mask."""
 
     key: str
     shape: Shape
     tokens: int
+    masked: bool = False
 
 
 @dataclass(frozen=True, eq=False)

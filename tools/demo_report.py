@@ -2,7 +2,7 @@
 
 usage: python tools/demo_report.py DEMO
 
-Reads DEMO/shards, DEMO/run and DEMO/live, paints with the base model and with the adapter, and writes
+Reads DEMO/shards and DEMO/run, paints with the base model and with the adapter, and writes
 DEMO/loss.png and DEMO/pictures.png. Run from the repository's root: paths in configs/demo.yaml are relative.
 """
 
@@ -48,26 +48,24 @@ def main() -> None:
     demo = parser.parse_args().demo
     quiet_libraries()
     config = load_config("configs/demo.yaml")
-    cached, live = (read_metrics(demo / name / METRICS_FILE) for name in ("run", "live"))
-    draw_losses(cached, demo / "loss.png")
+    metrics = read_metrics(demo / "run" / METRICS_FILE)
+    draw_losses(metrics, demo / "loss.png")
     draw_pictures(config, demo / "shards", find_checkpoint("latest", demo / "run"), demo / "pictures.png")
-    print_table(summarise(find_indexes([demo / "shards"])), cached, live)
+    print_table(summarise(find_indexes([demo / "shards"])), metrics)
     print(f"\n{demo}/loss.png      the loss curve")
     print(f"{demo}/pictures.png  input, target, before, after, for rows that were kept out of training")
     print("The model is tiny and random, so it paints no art; that the validation loss falls is what counts.")
 
 
-def print_table(summary: Summary, cached: list[dict[str, Any]], live: list[dict[str, Any]]) -> None:
+def print_table(summary: Summary, metrics: list[dict[str, Any]]) -> None:
     """The figures of the demo, one a line."""
-    losses = [line["validation_loss"] for line in cached if "validation_loss" in line]
-    steps = {name: step_time_ms(lines) for name, lines in (("cached", cached), ("live", live))}
+    losses = [line["validation_loss"] for line in metrics if "validation_loss" in line]
     rows = [
         ("rows", f"{summary.rows} ({sum(summary.skipped.values())} skipped)"),
         ("shards", f"{summary.shards}, {human_bytes(summary.bytes)}"),
         ("bytes per sample", human_bytes(sum(summary.tensor_bytes.values()))),
         *((f"  {name}", human_bytes(size)) for name, size in summary.tensor_bytes.items()),
-        ("step time, cached", f"{steps['cached']:.1f} ms"),
-        ("step time, live", f"{steps['live']:.1f} ms ({steps['live'] / steps['cached']:.1f} × cached)"),
+        ("step time", f"{step_time_ms(metrics):.1f} ms"),
         ("validation loss before", f"{losses[0]:.4f}"),
         ("validation loss after", f"{losses[-1]:.4f} ({losses[-1] / losses[0] - 1:+.0%})"),
     ]

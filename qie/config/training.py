@@ -114,7 +114,10 @@ class SchedulerConfig(Section):
     scheduler_type: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = Field("cosine", description="How the learning rate goes down after the warmup, until the last step.")
-    warmup_steps: NonNegativeInt = Field(100, description="Steps in which it grows from 0; constant has none.")
+    warmup_steps: NonNegativeInt = Field(
+        100,
+        description="Steps in which it grows from 0; fewer than the run has. constant has none.",
+    )
     num_cycles: PositiveInt = Field(1, description="Of cosine_with_restarts.")
     power: PositiveFloat = Field(1.0, description="Of polynomial.")
     class_path: str | None = Field(
@@ -140,7 +143,9 @@ class LossConfig(Section):
     )
     kind: Literal["mse", "huber"] = Field("mse", description="huber counts large errors less.")
     huber_delta: PositiveFloat = Field(1.0, description="Of huber: errors beyond it count linearly.")
-    mask_foreground_weight: PositiveFloat = Field(1.0, description="Weight of a mask's bright parts.")
+    mask_foreground_weight: PositiveFloat = Field(
+        1.0, description="Weight of a mask's bright parts; if it equals the background's, masks do nothing."
+    )
     mask_background_weight: NonNegativeFloat = Field(
         1.0, description="Weight of what a mask leaves dark. Only the ratio to the foreground's matters."
     )

@@ -79,6 +79,10 @@ class GrowingSamples:
         return self._there.skipped
 
     @property
+    def masked(self) -> bool:
+        return self._there.masked
+
+    @property
     def _there(self) -> ShardSet:
         assert self._shards is not None, "wait for the first shard before"
         return self._shards

@@ -40,6 +40,10 @@ class Samples(Protocol):
     def skipped(self) -> Sequence[Skipped]:
         """Rows that are not among the samples, and why."""
 
+    @property
+    def masked(self) -> bool:
+        """Whether a sample has a loss mask."""
+
     def fetch(self, position: int) -> Sample:
         """The sample at a position; called from several threads. Its prompt may be missing."""
 
@@ -157,6 +161,10 @@ class LiveSamples:
     @cached_property
     def digests(self) -> NDArray[np.uint8]:
         return np.frombuffer(bytes.fromhex("".join(self.keys)), np.uint8).reshape(-1, 32)
+
+    @property
+    def masked(self) -> bool:
+        return any(facts.masked for facts in self.facts)
 
     @property
     def keys(self) -> list[str]:

@@ -91,7 +91,7 @@ class Encoder:
     def inspect(self, row: Row) -> Facts:
         """What is known of a row without encoding it. Raises RowError as `encode` would, but for NaN and infinity."""
         decoded = self._decode(row)
-        return Facts(self.recipe.key(row), decoded.shape, self._count_tokens(decoded))
+        return Facts(self.recipe.key(row), decoded.shape, self._count_tokens(decoded), row.mask is not None)
 
     def encode(self, row: Row) -> Sample:
         """The row's sample, in host memory.

@@ -87,6 +87,11 @@ class ShardSet:
         """[N, 32]: the keys."""
         return self.table.keys
 
+    @property
+    def masked(self) -> bool:
+        """Whether a sample has a loss mask."""
+        return bool(self.table.masked.any())
+
     @cached_property
     def keys(self) -> list[str]:
         return [self.table.key(position) for position in range(len(self))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,10 +64,32 @@ def train(
     tell_memory(setup, accelerator.device, listener.say)
     with explained_memory(setup):
         run = Run(config, checkpoint, stream, accelerator, start)
+        for line in unheeded(config, run.steps, masked=stream.samples.masked):
+            listener.say(line)
         listener.start(run.step, run.steps)
         saved = _taken(run, start or output_dir, paint, listener)
         run.finish()
     return Outcome(run.step, saved, interrupted=run.step < run.steps)
+
+
+def unheeded(config: Config, steps: int, *, masked: bool) -> Iterator[str]:
+    """What the user may have meant and will not get in a run of so many steps, a line each.
+
+    Args:
+        masked: whether a sample has a loss mask.
+    """
+    schedule, loss = config.lr_scheduler, config.loss
+    warms_up = schedule.class_path is None and schedule.scheduler_type != "constant"
+    if warms_up and schedule.warmup_steps >= steps:
+        yield (
+            "warning: the learning rate never reaches its value: lr_scheduler.warmup_steps is "
+            f"{schedule.warmup_steps}, and the run has {steps} steps; set it to a tenth of them, or to 0"
+        )
+    if masked and loss.mask_foreground_weight == loss.mask_background_weight:
+        yield (
+            "warning: rows have masks, which change nothing while loss.mask_foreground_weight and "
+            "loss.mask_background_weight are equal"
+        )
 
 
 def _taken(run: Run, saved: Path, paint: Painter | None, listener: Listener) -> Path:

@@ -12,6 +12,7 @@ import torch
 from qie.data import open_stream
 from qie.data.sources import open_source
 from qie.precompute import precompute
+from qie.shards.shard_set import ShardSet
 from qie.types import Batch
 
 
@@ -36,7 +37,7 @@ def assert_live_equals_cached(folder: Path, encoder, shards: Path, batch_size: i
     precompute(source, encoder, shards, rows=(0, len(source)), shard_size=5)
     settings = {"batch_size": batch_size, "seed": 3, "validation_rows": 1}
     cached, live = open_stream(shards, **settings), open_stream(source, encoder=encoder, **settings)
-    assert len(cached) == len(live)
+    assert len(cached) == len(live) and cached.samples.masked == live.samples.masked
     count = len(cached) + 2  # into the second epoch
     read, encoded = batches(cached, count), batches(live, count)
     for one, other in zip(read, encoded, strict=True):
@@ -66,6 +67,7 @@ def test_so_they_are_with_several_controls_a_mask_and_a_broken_row(photos: Path,
 
     read = assert_live_equals_cached(folder, encoder_plus, tmp_path / "shards", batch_size=1)
 
+    assert any(batch.loss_mask is not None for batch in read) and ShardSet.open([tmp_path / "shards"]).masked
     assert {len(batch.control_latent) for batch in read} <= {1, 2}
     assert len({key for batch in read for key in batch.keys}) == 2, "of four rows one is broken and one is kept out"
 

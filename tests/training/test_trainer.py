@@ -6,18 +6,21 @@ import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file
 
-from qie.config import load_config
+from qie.config import Config, load_config
 from qie.data.sources import SourceSpec, open_source
 from qie.precompute import precompute
+from qie.shards.shard_set import ShardSet
 from qie.training import trainee
 from qie.training.blocks import compile_blocks
 from qie.training.card import read_run
+from qie.training.loop import unheeded
 from qie.training.lora import adapter_state, add_lora, load_adapter
 from qie.training.run import Run
 from qie.training.step import Objective
@@ -202,6 +205,31 @@ def test_waiting_and_compiled_blocks_give_the_same_losses(
     # Weights read from a file lie at any address, copies at multiples of 64: a CPU's products differ in their last bit.
     assert losses(tmp_path) == pytest.approx(losses(plain), rel=1e-5)
     assert validations(tmp_path)[-1][1] == pytest.approx(validations(plain)[-1][1], rel=1e-5)
+
+
+# What is told
+
+
+def test_a_warmup_as_long_as_the_run_and_masks_of_equal_weights_are_told_at_the_start(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShardSet, "masked", True)
+    told = bench.train(tmp_path, train__max_steps=1, lr_scheduler__warmup_steps=1, validation__rows=0).stderr
+    assert told.count("warning: ") == 2
+    assert "lr_scheduler.warmup_steps is 1, and the run has 1 steps" in told
+    assert "rows have masks, which change nothing" in told
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_scheduler": {"warmup_steps": 59}, "loss": {"mask_background_weight": 0.5}},
+        {"lr_scheduler": {"scheduler_type": "constant"}, "loss": {"mask_foreground_weight": 2}},
+    ],
+)
+def test_what_takes_effect_is_not_told(settings: dict[str, Any]) -> None:
+    config = Config.model_validate({"model": {"pretrained_model_name_or_path": "m"}} | settings)
+    assert not list(unheeded(config, 60, masked=True))
 
 
 # Checkpoints
