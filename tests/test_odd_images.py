@@ -418,7 +418,7 @@ def test_an_odd_image_encodes_to_what_its_plain_twin_encodes_to(
     ):
         assert torch.equal(one, other)
     assert record(sample) == record(expected)
-    assert encoder.inspect(row) == (sample.key, sample.shape, len(sample.prompt_embed))
+    assert encoder.inspect(row)[:3] == (sample.key, sample.shape, len(sample.prompt_embed))
     images = ("the target", "control 1") if name in SEVERAL_FRAMES else ()
     assert sample.notes == tuple(f"{image} has several frames: the first is used" for image in images)
 

@@ -290,7 +290,7 @@ def test_the_shape_by_buckets_is_that_of_the_encoded_latents(encoder: Encoder) -
     sample = other.encode(row)
     assert sample.pixel_latent.shape[-2:] == (8, 12)
     assert [latent.shape[-2:] for latent in sample.control_latent] == [(8, 8)]
-    assert other.inspect(row) == (sample.key, sample.shape, len(sample.prompt_embed))
+    assert other.inspect(row)[:3] == (sample.key, sample.shape, len(sample.prompt_embed))
 
 
 def test_a_bucket_sees_what_an_image_cropped_by_hand_shows(encoder: Encoder) -> None:

@@ -60,6 +60,10 @@ class KeptSamples:
     def skipped(self) -> Sequence[Skipped]:
         return self.samples.skipped
 
+    @property
+    def masked(self) -> bool:
+        return self.samples.masked
+
     def fetch(self, position: int) -> Sample:
         """As `samples` gives it; not read again if all of it is kept."""
         kept = self._kept.get(position)

@@ -96,10 +96,10 @@ def estimate(
 
 def _look(row: Row, encoder: RowEncoder, records: Records) -> _Found:
     try:
-        key, shape, _ = encoder.inspect(row)
+        facts = encoder.inspect(row)
     except RowError as error:
         return row, error, "", None
-    return row, shape, key, records.entry(key)
+    return row, facts.shape, facts.key, records.entry(facts.key)
 
 
 def _time(result: Estimate, rows: list[Row], known: dict[Shape, int], encoder: RowEncoder) -> None:
