@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from qie.paths import open_own
+
 RACY_S = 2.0
 """A file changed so recently may change again without a new mtime; its hash is not remembered."""
 
@@ -64,5 +66,7 @@ def _remember(memory: dict[str, str]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with suppress(OSError):  # a read-only home only means hashing again
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(memory, indent=0), encoding="utf-8")
+        with open_own(partial) as file:
+            file.truncate(0)
+            file.write(json.dumps(memory, indent=0).encode())
         partial.replace(path)

@@ -1,6 +1,7 @@
 """From a configuration to the objects that it describes: encoder, rows, batches, accelerator, painter.
 
-Encoders are imported only where rows are encoded: who trains on shards loads none.
+Encoders are imported only where rows are encoded, and what trains only where something is trained: who trains on shards
+loads no encoder, and who fills them no accelerate.
 """
 
 from __future__ import annotations
@@ -11,9 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from qie.config import AdapterConfig, Config, required
 from qie.data import open_stream
@@ -27,10 +25,10 @@ from qie.paths import local_path
 from qie.pretrained import ENCODERS, Checkpoint, open_checkpoint
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
-from qie.training.fitting import check_adapters, open_transformer
-from qie.training.tracking import require_trackers
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from qie.encode import Encoder, EncoderOptions
     from qie.predict import Painter
 
@@ -183,6 +181,12 @@ def require_family(found: Recipe, family: str, places: tuple[str, ...]) -> None:
 
 def open_accelerator(config: Config) -> Accelerator:
     """Device, precision, processes and trackers; accelerate launch tells of them by its environment variables."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from qie.training.tracking import require_trackers
+
     require_trackers(config.logging.report_to)
     sharding = None
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and config.train.mixed_precision == "bf16":
@@ -212,6 +216,7 @@ def open_painter(config: Config, lora: str | Path | None = None, transformer: st
         ModelError, ConfigError: see `open_encoder`.
     """
     from qie.predict import Painter
+    from qie.training.fitting import check_adapters, open_transformer
 
     devices, model = config.predict.devices, config.model
     vae_device = resolve_device(devices.vae, "predict.devices.vae")

@@ -1,11 +1,15 @@
-"""Paths as users write them."""
+"""Paths as users write them, and the files that only qie writes."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from contextlib import suppress
+from io import BufferedWriter
 from pathlib import Path
 
-from qie.errors import UsageError
+from qie.errors import QieError, UsageError
 
 
 def local_path(place: str | Path) -> Path:
@@ -20,3 +24,46 @@ def require_writable(path: Path) -> None:
     """Raise UsageError when no file can be written to `path`: to be asked before the work, not after it."""
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError("nothing can be written there", where=path, expected="a file in a folder that exists")
+
+
+def open_own(path: Path) -> BufferedWriter:
+    """Open a file that only qie writes, such as a partial or a lock file, made if need be and not emptied.
+
+    Others may write into the folder, too, and its names can be guessed. So no link is followed, no pipe is waited for,
+    and a file that has a second name, of which a killed run may be the cause, is left to that one.
+
+    Raises:
+        QieError: something else has this name.
+    """
+
+    while True:
+        try:
+            file = open(path, "wb", opener=_open_plainly)  # noqa: SIM115 - Path.open takes no opener
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):
+                raise
+            raise _taken(path) from error
+        facts = os.fstat(file.fileno())
+        regular = stat.S_ISREG(facts.st_mode)
+        if regular and facts.st_nlink < 2:
+            return file
+        file.close()
+        if not regular:
+            raise _taken(path)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(facts, path.lstat()):
+                path.unlink()
+
+
+def _open_plainly(path: str, _: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
+def _taken(path: Path) -> QieError:
+    return QieError(
+        "a temporary file cannot be written",
+        where=path,
+        expected="no such file, or a plain one",
+        found=f"a link to {path.readlink()}" if path.is_symlink() else "a pipe or a device",
+        hint="find out who put it there, and delete it",
+    )

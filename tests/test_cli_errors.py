@@ -386,6 +386,17 @@ def test_a_range_without_rows_says_how_many_there_are(
     assert f"{arguments[0]} {arguments[1]}" in message
 
 
+@pytest.mark.parametrize("part", ["0/4", "5/4", "1", "1/", "/4", "-1/4", "1/0", "a/b", "1/4/4", "1.5/4", "²/4", ""])
+def test_a_part_that_is_none_says_how_parts_are_counted(refused: Refused, part: str) -> None:
+    message = refused(precompute, *CONFIG, "--part", part)
+    assert "there is no such part" in message and "1/N to N/N" in message and "--array=1-64" in message
+
+
+@pytest.mark.parametrize("more", [("--start-idx", 0), ("--end-idx", 12)])
+def test_a_part_excludes_a_range(refused: Refused, more: tuple[object, ...]) -> None:
+    assert "--part excludes --start-idx and --end-idx" in refused(precompute, *CONFIG, "--part", "1/2", *more)
+
+
 # Outputs
 
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from qie.errors import UsageError
-from qie.precompute.ranges import Range, resolve_range, shard_ranges
+from qie.precompute.ranges import Range, resolve_part, resolve_range, shard_ranges
 
 deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=250)
 
@@ -95,6 +95,17 @@ def test_any_split_on_the_grid_gives_the_same_shards(
 def test_a_second_run_finds_everything_published(asked: Range, grid: int, published: list[Range]) -> None:
     first_run = shard_ranges(*asked, grid, published)
     assert shard_ranges(*asked, grid, {*published, *first_run}) == first_run
+
+
+@deterministic
+@given(st.integers(1, 100_000), st.integers(1, 200), st.integers(1, 100))
+def test_parts_hold_every_row_once_in_whole_shards_and_as_many_each(count: int, grid: int, parts: int) -> None:
+    ranges = [resolve_part(f"{part}/{parts}", count, grid) for part in range(1, parts + 1)]
+    assert ranges[0][0] == 0 and ranges[-1][1] == count
+    assert all(one[1] == other[0] for one, other in pairwise(ranges))
+    assert all(start % grid == 0 or start == count for start, _ in ranges)
+    shards = [len(shard_ranges(*part, grid, [])) for part in ranges]
+    assert max(shards) - min(shards) <= 1
 
 
 def test_a_whole_dataset_is_cut_at_multiples_of_the_shard_size() -> None:

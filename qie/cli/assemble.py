@@ -10,24 +10,12 @@ from typing import Any
 import torch
 from PIL import Image, PngImagePlugin
 
-from qie.cli.common import quiet_libraries
 from qie.config import Config
-from qie.data.sources import Source
 from qie.devices import resolve_device
-from qie.encode import Encoder
 from qie.encode.images import decode_image
 from qie.encode.text import check_prompt
 from qie.errors import RowError, UsageError
-from qie.opening import open_encoder, open_rows
-from qie.paths import local_path, require_writable
-from qie.stages import quick_turns
-
-
-def open_job(config: Config) -> tuple[Source, Encoder]:
-    """What a worker process works with."""
-    quiet_libraries()
-    quick_turns()
-    return open_rows(config, "rows"), open_encoder(config)
+from qie.paths import local_path, open_own, require_writable
 
 
 def worker_configs(config: Config, devices: str) -> list[Config]:
@@ -104,8 +92,11 @@ def save_image(image: Image.Image, path: Path, settings: dict[str, Any]) -> None
     about = PngImagePlugin.PngInfo()
     about.add_itxt("qie", json.dumps(settings, ensure_ascii=False))
     partial = path.with_name(f".{path.name}.partial")
+    file = open_own(partial)
     try:
-        image.save(partial, format=Image.registered_extensions()[path.suffix.lower()], pnginfo=about)
+        with file:
+            file.truncate(0)
+            image.save(file, format=Image.registered_extensions()[path.suffix.lower()], pnginfo=about)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

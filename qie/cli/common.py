@@ -96,6 +96,17 @@ def quiet_imports() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
 
 
+def spare_imports() -> None:
+    """In a process that only encodes: keep diffusers from importing peft and bitsandbytes with the VAE.
+
+    It does so wherever they are installed, which takes about as long as to import the VAE itself.
+    """
+    import diffusers.utils.import_utils as installed
+
+    for package in ("peft", "bitsandbytes"):
+        setattr(installed, f"_{package}_available", False)
+
+
 def quiet_libraries() -> None:
     """No progress bars or advice of the libraries beside ours."""
     import diffusers.utils.logging

@@ -17,6 +17,7 @@ from qie.cli.common import (
     quiet_libraries,
     quiet_option,
     set_option,
+    spare_imports,
 )
 from qie.quantities import human_bytes, human_time
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from qie.config import Config
     from qie.data.sources import Source
+    from qie.encode import Encoder
     from qie.precompute import Report, Settings
     from qie.precompute.estimate import Estimate
     from qie.precompute.ranges import Range
@@ -37,8 +39,9 @@ if TYPE_CHECKING:
 @config_option
 @click.option("--source", metavar="SOURCE", help="Rows to encode; default data.source.")
 @click.option("--output", metavar="DIR|URL", help="Where the shards go; default cache.cache_dir.")
-@click.option("--start-idx", default=0, show_default=True, metavar="A", help="First row of this run.")
+@click.option("--start-idx", type=int, metavar="A", help="First row of this run; default 0.")
 @click.option("--end-idx", type=int, metavar="B", help="Row to stop before; default all rows.")
+@click.option("--part", metavar="I/N", help="Part I of N, from 1/N to N/N, that together hold all rows.")
 @click.option("--shard-size", default=64, show_default=True, type=click.IntRange(1), help="Rows per shard.")
 @click.option("--vae-device", metavar="DEVICE", help="Overrides cache.vae_encoder_device.")
 @click.option("--text-device", metavar="DEVICE", help="Overrides cache.text_encoder_device.")
@@ -69,24 +72,23 @@ def main(
     config_path: str,
     source: str | None,
     output: str | None,
-    start_idx: int,
-    end_idx: int | None,
     dry_run: bool,
     log_path: str | None,
     overrides: tuple[str, ...],
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Encode rows [A, B) of a source once, and write them as shards.
+    """Encode rows [A, B) of a source, or part I of N, once, and write them as shards.
 
-    Ranges can run anywhere, in any order, again after a crash: what is published and unchanged is not encoded again.
+    Parts can run anywhere, in any order, again after a crash: what is published and unchanged is not encoded again.
 
     Exits with 0 when every row is in a shard, 1 when rows were skipped (they are listed), 2 when nothing could be done.
     """
+    if prepare := click.get_current_context().obj:
+        prepare()
     from qie.cli.assemble import worker_configs
     from qie.config import load_config, required
     from qie.opening import open_encoder, open_rows
-    from qie.precompute import resolve_range
     from qie.precompute.estimate import estimate
     from qie.stores import open_folder
 
@@ -95,7 +97,9 @@ def main(
         config = config.model_copy(update={"data": config.data.model_copy(update={"source": source})})
     rows = open_rows(config, "a folder, a CSV file, …, or --source")
     folder = open_folder(output or required(config.cache.cache_dir, "cache.cache_dir", "a folder, or --output"))
-    wanted = resolve_range(start_idx, end_idx, len(rows))
+    wanted = _wanted(options, len(rows))
+    if wanted is None:
+        return
     quiet_libraries()
     if dry_run:
         first = worker_configs(config, options["devices"])[0] if options["devices"] else config
@@ -108,6 +112,23 @@ def main(
         report = _followed(partial(_precompute, config, rows, folder, wanted, options), wanted, progress, log)
     _print(report, folder)
     _finish(report.skipped)
+
+
+def _wanted(options: dict[str, Any], rows: int) -> Range | None:
+    """The rows of this run; None, which is said, for a part without any."""
+    from qie.errors import UsageError
+    from qie.precompute import resolve_part, resolve_range
+
+    part, start, stop = options["part"], options["start_idx"], options["end_idx"]
+    if part is None:
+        return resolve_range(start or 0, stop, rows)
+    if (start, stop) != (None, None):
+        raise UsageError("--part excludes --start-idx and --end-idx")
+    first, last = resolve_part(part, rows, options["shard_size"])
+    if first == last:
+        click.echo(f"part {part} holds no rows: the source has {rows}, in fewer shards than parts")
+        return None
+    return first, last
 
 
 def _devices(options: dict[str, Any]) -> list[str]:
@@ -131,7 +152,7 @@ def _settings(config: Config, options: dict[str, Any]) -> Settings:
 def _precompute(
     config: Config, rows: Source, folder: Folder, wanted: Range, options: dict[str, Any], progress: ReportProgress
 ) -> Report:
-    from qie.cli.assemble import open_job, worker_configs
+    from qie.cli.assemble import worker_configs
     from qie.opening import open_encoder
     from qie.precompute import precompute
     from qie.stages import quick_turns
@@ -153,6 +174,17 @@ def _precompute(
         return precompute(rows, open_encoder(configs[0]), folder, workers=workers, **shared)
     quick_turns()
     return precompute(rows, open_encoder(config), folder, **shared)
+
+
+def open_job(config: Config) -> tuple[Source, Encoder]:
+    """What a worker process works with."""
+    from qie.opening import open_encoder, open_rows
+    from qie.stages import quick_turns
+
+    spare_imports()
+    quiet_libraries()
+    quick_turns()
+    return open_rows(config, "rows"), open_encoder(config)
 
 
 def _followed(run: Callable[[ReportProgress], Report], wanted: Range, progress: Progress, log: JsonLog) -> Report:
@@ -220,5 +252,10 @@ def _finish(skipped: Sequence[Skipped], most: int = 20) -> None:
     sys.exit(1 if skipped else 0)
 
 
+def run() -> None:
+    """The command in a process of its own, which does nothing else afterwards."""
+    main(obj=spare_imports)
+
+
 if __name__ == "__main__":
-    main()
+    run()

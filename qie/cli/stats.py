@@ -25,6 +25,7 @@ GALLERY = 24
 @click.argument("shards", nargs=-1, required=True)
 @click.option("--verify", is_flag=True, help="Rehash every shard against its index.")
 @click.option("--compact", is_flag=True, help="Write one index of all shards into each folder: it opens in seconds.")
+@click.option("--source", "whole", metavar="SOURCE", help="The rows that should be there: tell of missing last ones.")
 @click.option(
     "--explain",
     "source",
@@ -68,7 +69,8 @@ def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) ->
 def _check(options: dict[str, Any]) -> None:
     from qie.errors import UsageError
 
-    chosen = [f"--{name}" for name in ("verify", "compact", "html", "plan") if options[name] not in (None, False)]
+    names = {"verify": "verify", "compact": "compact", "html": "html", "whole": "source", "plan": "plan"}
+    chosen = [f"--{option}" for name, option in names.items() if options[name] not in (None, False)]
     if options["source"]:
         if chosen:
             raise UsageError(f"--explain excludes {chosen[0]}", hint="run one after the other")
@@ -90,12 +92,15 @@ def _summarise(
     from qie.cli.page import Page
     from qie.stats import summarise
 
+    rows = _count(options["whole"]) if options["whole"] is not None else None
     page = Page(shards, options, quiet or as_json) if options["html"] is not None else None
     gc.freeze()  # or the collector would go through all that was imported again and again while indexes come and go
     verify = options["verify"]
     quick = not verify and len(indexes) < 1000
     with Progress("verifying" if verify else "reading", len(indexes), "shards", quiet=quiet or quick) as progress:
         summary = summarise(indexes, verify=verify, progress=progress.at)
+    if rows is not None:
+        summary = summary.beside(rows)
     if page:
         summary = page.write(indexes, summary)
     if options["compact"] and not summary.faults:
@@ -107,6 +112,12 @@ def _summarise(
     if page and not quiet and not as_json:
         click.echo(f"page      {page.path}")
     sys.exit(1 if summary.faults or summary.missing else 0)
+
+
+def _count(place: str) -> int:
+    from qie.data.sources import open_source
+
+    return len(open_source(place))
 
 
 def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool) -> None:

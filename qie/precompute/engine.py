@@ -21,14 +21,15 @@ from typing import Any
 from qie.data.samples import RowEncoder
 from qie.data.sources import Source
 from qie.errors import RowError
-from qie.precompute.ranges import Range
+from qie.precompute.ranges import Range, shard_ranges
 from qie.precompute.report import Progress, Report
 from qie.precompute.reuse import Records
 from qie.precompute.work import Group, Item, Kept, OpenShard, Settings, Waiting, count, fresh_in, located, rows_in
 from qie.shards.index import Entry, ShardIndex, Skipped, row_inputs, shard_stem
 from qie.shards.reader import Shard
 from qie.shards.record import encode
-from qie.shards.writer import ShardBusyError, ShardWriter
+from qie.shards.storage import published, rows_of
+from qie.shards.writer import ShardBusyError, ShardOverlapError, ShardWriter
 from qie.stages import Pipeline, Stage
 from qie.stores import File, Folder
 from qie.types import Row, Sample
@@ -108,12 +109,9 @@ class Engine:
     def _iter_items(self, shards: Iterable[Range], pool: ThreadPoolExecutor) -> Iterator[Item]:
         """All shards; last, those that another run writes: it publishes them, or dies and leaves them to this one."""
         while True:
-            busy = []
+            busy: list[Range] = []
             for first, last in shards:
-                try:
-                    yield from self._iter_shard(first, last, pool)
-                except ShardBusyError:
-                    busy.append((first, last))
+                yield from self._iter_shard(first, last, pool, busy)
             if not busy:
                 return
             yield Waiting(len(busy))
@@ -121,20 +119,28 @@ class Engine:
                 return
             shards = busy
 
-    def _iter_shard(self, first: int, last: int, pool: ThreadPoolExecutor) -> Iterator[Item]:
+    def _iter_shard(self, first: int, last: int, pool: ThreadPoolExecutor, busy: list[Range]) -> Iterator[Item]:
         place = File(self.output, f"{shard_stem(first, last)}.json")
         older = self._published(place)
         if older and self._is_current(older.index, pool):
             yield Kept(last - first, older.index)
             return
-        writer = ShardWriter(self.output, first, last, self._recipe).__enter__()
+        try:
+            writer = ShardWriter(self.output, first, last, self._recipe).__enter__()
+        except ShardBusyError:
+            busy.append((first, last))
+            return
+        except ShardOverlapError:  # a run of other ranges has published it since the shards were planned
+            for part in shard_ranges(first, last, last, map(rows_of, published(self.output))):
+                yield from self._iter_shard(*part, pool, busy)
+            return
         self._writers.add(writer)
         now = self._published(place)
         if now and (older is None or now.index != older.index):
             # Another run published it between our looking and our lock: look again.
             writer.close()
             self._writers.discard(writer)
-            yield from self._iter_shard(first, last, pool)
+            yield from self._iter_shard(first, last, pool, busy)
             return
         shard = OpenShard(writer, older)
         if older is not None:

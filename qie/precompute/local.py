@@ -16,6 +16,7 @@ from qie.precompute.work import Settings
 from qie.precompute.workers import Opener, run_workers
 from qie.recipe import Recipe
 from qie.shards.index import read_index
+from qie.shards.parts import require_disjoint
 from qie.shards.storage import published, rows_of
 from qie.shards.writer import remove_abandoned
 from qie.stores import File, Folder, LocalFolder, open_folder
@@ -49,14 +50,18 @@ def precompute(
     Raises:
         RecipeMismatchError: the output holds shards of another recipe.
         RowError: a row cannot be encoded and `on_error` is "stop".
-        ShardError, StoreError: a shard cannot be read or written. What is published stays.
+        ShardError, StoreError: a shard cannot be read or written, or, in a store without locks, another run has
+            published some of the same rows meanwhile. What is published stays.
     """
     output = open_folder(output)
     settings = settings or Settings()
     shards = plan_shards(output, encoder.recipe, rows, shard_size, len(source))
     if workers:
-        return run_workers(workers, partial(_engine, output, settings, encoder.recipe), shards, progress)
-    return Engine(source, encoder, output, settings, progress).run(shards)
+        report = run_workers(workers, partial(_engine, output, settings, encoder.recipe), shards, progress)
+    else:
+        report = Engine(source, encoder, output, settings, progress).run(shards)
+    require_disjoint(published(output))
+    return report
 
 
 def plan_shards(output: Folder, recipe: Recipe, rows: Range, shard_size: int, source_rows: int) -> list[Range]:
@@ -75,9 +80,11 @@ def check_output(output: Folder, recipe: Recipe, source_rows: int) -> list[File]
 
     Raises:
         RecipeMismatchError: the output holds shards of another recipe.
+        ShardError: two of them hold the same rows.
         UsageError: it holds rows that the source no longer has.
     """
     there = published(output)
+    require_disjoint(there)
     if there:
         recipe.require_equal(
             read_index(there[0]).recipe, there[0], "write to another folder, or delete the shards in this one"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from qie.errors import UsageError
 
 Range = tuple[int, int]
+
+_PART = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
 
 
 def resolve_range(start: int, stop: int | None, rows: int) -> Range:
@@ -19,6 +22,22 @@ def resolve_range(start: int, stop: int | None, rows: int) -> Range:
             found=f"--start-idx {start} --end-idx {'(all)' if stop is None else stop}",
         )
     return start, end
+
+
+def resolve_part(part: str, rows: int, shard_size: int) -> Range:
+    """The rows of part "I/N" of a source, from "1/N" to "N/N": whole shards of the grid, in each as many or one more.
+
+    Every row is in one of the parts. Where there are fewer shards than parts, some are empty. Raises UsageError when
+    there is no such part.
+    """
+    match = _PART.fullmatch(part)
+    number, parts = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= number <= parts:
+        hint = "of a SLURM array --array=1-64: --part $SLURM_ARRAY_TASK_ID/64"
+        raise UsageError("there is no such part", where="--part", expected="1/N to N/N", found=part, hint=hint)
+    shards = -(-rows // shard_size)
+    start, stop = (min(shards * end // parts * shard_size, rows) for end in (number - 1, number))
+    return start, stop
 
 
 def shard_ranges(start: int, stop: int, shard_size: int, published: Iterable[Range]) -> list[Range]:

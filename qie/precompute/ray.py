@@ -25,6 +25,8 @@ from qie.precompute.report import Progress, Report
 from qie.precompute.work import Settings
 from qie.precompute.workers import Opener
 from qie.recipe import Recipe
+from qie.shards.parts import require_disjoint
+from qie.shards.storage import published
 from qie.stores import Folder
 
 RETRIES = 5
@@ -81,6 +83,7 @@ def precompute_on_ray(
             report = _together(reports, slots, time.monotonic() - started)
             progress(report)
             running += [work(part) for _, part in zip(range(1), waiting, strict=False)]
+    require_disjoint(published(output))
     return report
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qie.errors import ShardError
+from qie.paths import open_own
 from qie.stores import File
 
 PART_BYTES = 8 * 2**20
@@ -113,7 +114,7 @@ class ShardCache:
                     total -= taken
             if total > self.budget_bytes:
                 return False
-            with partial.open("wb") as file:
+            with open_own(partial) as file:
                 file.truncate(size)
             return True
 
@@ -122,7 +123,7 @@ def _remove_dead(partial: Path) -> bool:
     """Remove what a killed process was fetching; whether it was one."""
     lock = partial.with_suffix("").with_suffix(".lock")
     try:
-        with lock.open("ab") as file:
+        with open_own(lock) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             partial.unlink(missing_ok=True)
     except BlockingIOError:
@@ -134,7 +135,7 @@ def _download(file: File, size: int, sha256: str, partial: Path) -> None:
     found = ""
     for _ in range(ATTEMPTS):
         digest = hashlib.sha256()
-        with partial.open("r+b") as copy, ThreadPoolExecutor(PARALLEL_PARTS) as pool:
+        with open_own(partial) as copy, ThreadPoolExecutor(PARALLEL_PARTS) as pool:
             for part in _in_order(pool, file, range(0, size, PART_BYTES), size):
                 digest.update(part)
                 copy.write(part)
@@ -163,9 +164,14 @@ def _in_order(pool: ThreadPoolExecutor, file: File, starts: range, size: int) ->
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a folder or a lock file. The file stays: without it, two processes could have a lock each."""
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(path, os.O_RDONLY) if path.is_dir() else _lock_file(path)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)
+
+
+def _lock_file(path: Path) -> int:
+    with open_own(path) as file:
+        return os.dup(file.fileno())

@@ -3,6 +3,10 @@
 On a local disk the tar grows in `<stem>.tar.partial`, under a lock that dies with its process. When it is complete it
 is synced and renamed, then the index is. A killed run leaves at most partial files, which the next writer of that shard
 takes over. For any other store it grows in a nameless temporary file and is uploaded, then the index is.
+
+No row gets into two shards, whatever ranges the writers were given: each first locks its own partial file, then looks
+for others' files. So of two that begin at once at least one sees the other. Where there are no locks, a writer looks
+before it publishes its index.
 """
 
 from __future__ import annotations
@@ -14,13 +18,13 @@ import io
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from qie.errors import ShardError
+from qie.paths import open_own
 from qie.recipe import Recipe
 from qie.shards.index import Entry, Member, ShardIndex, Skipped, member_name, parse_stem, shard_stem
 from qie.stores import File, Folder, LocalFolder, open_folder
@@ -32,6 +36,10 @@ class ShardBusyError(ShardError):
     """Another process is writing this shard now."""
 
 
+class ShardOverlapError(ShardError):
+    """Another published shard holds some of these rows."""
+
+
 class ShardWriter:
     """Writes the shard of rows [start, stop). Use as a context; without `publish` nothing becomes visible.
 
@@ -40,7 +48,8 @@ class ShardWriter:
         skipped: rows recorded as such so far.
 
     Raises:
-        ShardBusyError: on entering, when another process is writing the same shard.
+        ShardBusyError: on entering, when another process is writing some of the same rows.
+        ShardOverlapError: on entering, or on publishing where there are no locks: another shard holds some of the rows.
         ShardError: the disk is full, or refuses.
     """
 
@@ -61,16 +70,14 @@ class ShardWriter:
                 self._file: BinaryIO = tempfile.TemporaryFile()
             else:
                 self._partial.parent.mkdir(parents=True, exist_ok=True)
-                self._file = _locked(self._partial)
+                self._file = self._claimed(self._partial)
         self._hashed = _HashingFile(self._file)
         # A stream: the tar is written front to back, so its hash is known when it ends. USTAR with an integer mtime
         # needs no extended headers: every member is one 512-byte block and its payload.
         self._tar = tarfile.open(fileobj=self._hashed, mode="w|", format=tarfile.USTAR_FORMAT)  # type: ignore[call-overload]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -128,9 +135,41 @@ class ShardWriter:
                 self._partial.replace(self._partial.with_suffix(""))
                 self._published = True
         # A local folder syncs itself when the index is written: the tar's name is then on the disk, too.
+        if self._partial is None:  # there are no locks
+            self._require_alone()
         self.index_file.folder.write(self.index_file.name, content)
         self._published = True
         return index
+
+    def _claimed(self, partial: Path) -> BinaryIO:
+        file = _locked(partial)
+        try:
+            for rows in _overlapping((path.name for path in partial.parent.iterdir()), (self.start, self.stop)):
+                tar = partial.with_name(f"{shard_stem(*rows)}.tar")
+                # In the order in which a shard comes to be: what changes meanwhile is met one step further.
+                if _is_locked(tar.with_suffix(".tar.partial")) or _is_locked(tar):
+                    raise ShardBusyError("another process is writing some of the same rows", where=tar)
+                if tar.with_suffix(".json").exists():
+                    raise self._overlap(rows)
+        except BaseException:
+            partial.unlink()
+            file.close()
+            raise
+        return file
+
+    def _require_alone(self) -> None:
+        """Raise ShardOverlapError, and leave nothing behind, when another shard has got some of the rows meanwhile."""
+        indexes = [name for name in self.index_file.folder.listing() if name.endswith(".json")]
+        for rows in _overlapping(indexes, (self.start, self.stop)):
+            self._tar_file.folder.delete(self._tar_file.name)
+            raise self._overlap(rows)
+
+    def _overlap(self, rows: tuple[int, int]) -> ShardOverlapError:
+        return ShardOverlapError(
+            "another shard holds some of these rows",
+            where=File(self.index_file.folder, f"{shard_stem(*rows)}.json"),
+            hint="another run writes here with another --shard-size or range: when it has ended, run this one again",
+        )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -168,17 +207,24 @@ def remove_abandoned(folder: Folder, rows: tuple[int, int]) -> None:
                     tar.unlink(missing_ok=True)
 
 
+def _overlapping(names: Iterable[str], rows: tuple[int, int]) -> set[tuple[int, int]]:
+    """The rows of other shards, by the names of their files, that have some of `rows`."""
+    stems = {parse_stem(name.partition(".")[0]) for name in names}
+    return {stem for stem in stems if stem and stem != rows and stem[0] < rows[1] and rows[0] < stem[1]}
+
+
 def _locked(partial: Path) -> BinaryIO:
     """The file at `partial`, empty, and locked by this process for as long as it is open.
 
     Raises:
         ShardBusyError: another process writes the shard, or is between its tar and its index.
     """
-    file = partial.open("ab")
+    file = open_own(partial)
     mine = False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine = partial.exists() and os.path.samestat(os.fstat(file.fileno()), partial.stat())
+        with suppress(FileNotFoundError):
+            mine = os.path.samestat(os.fstat(file.fileno()), partial.lstat())
         if not mine:
             raise ShardBusyError("another process has just written this shard, or given it up", where=partial)
         if _is_locked(partial.with_suffix("")):
@@ -194,10 +240,10 @@ def _locked(partial: Path) -> BinaryIO:
     return file
 
 
-def _is_locked(tar: Path) -> bool:
-    """Whether a process holds, under the tar's name, the lock that it took under the partial one."""
+def _is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a partial file, under its name or under that of the tar that it became."""
     try:
-        with tar.open("rb") as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

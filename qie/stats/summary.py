@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from qie.errors import QieError
@@ -83,6 +83,17 @@ class Summary:
     tensor_bytes: dict[str, float]
     tensor_bytes_total: dict[str, int]
     faults: list[str]
+
+    def beside(self, rows: int) -> Summary:
+        """The same, compared with a source of `rows` rows: what it has behind the last shard is missing, too."""
+        ends = {one.folder: max(stop for _, stop in [*one.ranges, *one.faulty]) for one in self.coverage}
+        folder = max(ends, key=lambda name: ends[name])
+        if ends[folder] < rows:
+            return replace(self, missing=[*self.missing, (folder, ends[folder], rows)])
+        if ends[folder] > rows:
+            fault = f"shards hold rows up to {ends[folder]} in {folder}, and the source has only {rows}"
+            return replace(self, faults=[*self.faults, fault])
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

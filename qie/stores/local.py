@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from qie.paths import open_own
 from qie.stores.errors import MissingError, StoreError
 from qie.stores.names import checked, checked_range
 
@@ -153,7 +154,7 @@ def _partial(path: Path) -> Iterator[BinaryIO]:
 
 def _locked(partial: Path) -> BinaryIO:
     while True:
-        file = partial.open("ab")
+        file = open_own(partial)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             if _is_at(file, partial):
@@ -168,7 +169,7 @@ def _locked(partial: Path) -> BinaryIO:
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:
         return False
 

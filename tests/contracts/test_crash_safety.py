@@ -12,14 +12,19 @@ from qie.shards.storage import published, rows_of
 from tests.lives import ROWS, SHARD_SIZE, Lives
 from tests.stubs import StubEncoder, StubSource
 
-KILLS = 40
+KILLS = 20
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
 
 
-def test_killed_at_40_random_moments_the_output_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+def records(folder: Path) -> list[tuple[int, str, bytes]]:
+    shards = [Shard(index) for index in published(folder)]
+    return [(entry.row, entry.key, shard.verified_record(entry)) for shard in shards for entry in shard.index.samples]
+
+
+def test_killed_at_20_random_moments_the_output_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
     dice = random.Random(0)
     killed, everything = tmp_path / "killed", set(range(ROWS))
     precompute(StubSource.of(ROWS), StubEncoder(), tmp_path / "undisturbed", rows=(0, ROWS), shard_size=SHARD_SIZE)
@@ -28,7 +33,7 @@ def test_killed_at_40_random_moments_the_output_is_that_of_an_undisturbed_run(tm
     with Lives() as lives:
         while kills < KILLS:
             missing = everything - done(killed)
-            died, encoded = lives.live(killed, events=dice.randrange(80))
+            died, encoded = lives.live(killed, events=dice.randrange(160))
             assert set(encoded) <= missing, "a published row was encoded again"
             if not died:
                 assert files(killed) == expected
@@ -46,6 +51,34 @@ def test_killed_at_40_random_moments_the_output_is_that_of_an_undisturbed_run(tm
             assert files(tmp_path / "copy") == expected
             shutil.rmtree(tmp_path / "copy")
     assert deaths_with_progress > KILLS / 2, "most deaths came too early or too late to tell anything"
+
+
+def test_killed_at_every_moment_a_run_goes_on_with_the_same_shard_size_and_with_another(tmp_path: Path) -> None:
+    rows, killed, copy = (0, 8), tmp_path / "killed", tmp_path / "copy"
+    for size in (3, 5):
+        precompute(StubSource.of(ROWS), StubEncoder(), tmp_path / f"by {size}", rows=rows, shard_size=size)
+    expected = files(tmp_path / "by 3")
+    moments = 0
+    with Lives() as lives:
+        while lives.live(killed, moments, [rows], [3])[0]:
+            assert files(killed).items() >= {name: expected[name] for name in names(killed)}.items()
+            missing = set(range(*rows)) - done(killed)
+            for size in (3, 5):
+                shutil.copytree(killed, copy) if killed.exists() else None
+                died, encoded = lives.live(copy, ranges=[rows], sizes=[size])
+                assert not died and sorted(encoded) == sorted(missing), (moments, size)
+                assert records(copy) == records(tmp_path / "by 5")
+                assert size == 5 or files(copy) == expected
+                assert not [path for path in copy.iterdir() if path.suffix not in (".tar", ".json")]
+                shutil.rmtree(copy)
+            shutil.rmtree(killed, ignore_errors=True)
+            moments += 1
+    assert files(killed) == expected and moments > 40
+
+
+def names(folder: Path) -> set[str]:
+    """Files of published shards."""
+    return {f"{index.stem}.{kind}" for index in published(folder) for kind in ("tar", "json")}
 
 
 def done(folder: Path) -> set[int]:

@@ -9,7 +9,8 @@ from tests.conftest import ROOT
 # From the lowest to the highest. Modules on one line do not know each other.
 LAYERS = [
     ["errors", "types"],
-    ["recipe", "hashing", "paths", "quantities", "stages"],
+    ["paths"],
+    ["recipe", "hashing", "quantities", "stages"],
     ["stores"],
     ["config"],
     ["pretrained", "devices"],

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from qie.cli.assemble import save_image
 from qie.errors import QieError, ShardError, UsageError
+from qie.paths import open_own
+from qie.shards.cache import ShardCache
 from qie.shards.index import read_index
 from qie.shards.reader import Shard
 from qie.shards.record import decode
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes, published
 from qie.shards.writer import ShardWriter
+from qie.stores import File, LocalFolder
 from qie.training.checkpoint import read_state
 from tests.builders import RECIPE
 from tests.conftest import ROOT
@@ -115,3 +122,69 @@ def test_a_member_name_cannot_leave_the_shard(tmp_path: Path) -> None:
     )
     with pytest.raises(ShardError):
         read_index(index)
+
+
+NAME = "00000000-00000004"
+CONTENT = hashlib.sha256(b"content").hexdigest()
+
+
+def _shard(folder: Path) -> None:
+    with ShardWriter(folder, 0, 4, RECIPE) as writer:
+        writer.publish()
+
+
+def _copy(folder: Path) -> None:
+    (folder / "elsewhere").write_bytes(b"content")
+    ShardCache(folder, 100).fetch(File(LocalFolder(folder), "elsewhere"), len(b"content"), CONTENT)
+
+
+def _hashes(folder: Path) -> None:
+    with open_own(folder / "hashes.json.1.partial") as file:
+        file.truncate(0)
+
+
+TEMPORARY: dict[str, Callable[[Path], object]] = {
+    f"{NAME}.tar.partial": _shard,
+    f"{NAME}.json.partial": _shard,
+    "index.safetensors.partial": lambda folder: LocalFolder(folder).write("index.safetensors", b""),
+    "card.md.partial": lambda folder: LocalFolder(folder).create("card.md", b""),
+    f"{CONTENT}.lock": _copy,
+    "hashes.json.1.partial": _hashes,
+    ".picture.png.partial": lambda folder: save_image(Image.new("RGB", (8, 8)), folder / "picture.png", {}),
+}
+
+
+@pytest.mark.parametrize("planted", ["link", "link to nowhere", "pipe"])
+@pytest.mark.parametrize("name", TEMPORARY)
+def test_a_temporary_name_that_somebody_planted_is_refused(tmp_path: Path, name: str, planted: str) -> None:
+    folder, victim = tmp_path / "folder", tmp_path / "victim"
+    folder.mkdir()
+    if planted == "link":
+        victim.write_bytes(b"mine")
+    if planted == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(victim)
+    with pytest.raises(QieError, match="a temporary file cannot be written") as caught:
+        TEMPORARY[name](folder)
+    assert str(folder / name) in str(caught.value)
+    assert (victim.read_bytes() == b"mine") if planted == "link" else not victim.exists()
+
+
+@pytest.mark.parametrize("name", TEMPORARY)
+def test_a_file_that_also_has_another_name_is_left_to_it(tmp_path: Path, name: str) -> None:
+    """As a run leaves it that was killed between linking a file to its name and unlinking the temporary one."""
+    folder, victim = tmp_path / "folder", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_bytes(b"mine")
+    (folder / name).hardlink_to(victim)
+    TEMPORARY[name](folder)
+    assert victim.read_bytes() == b"mine"
+
+
+def test_every_file_with_a_temporary_name_is_opened_by_one_function() -> None:
+    for path in (ROOT / "qie").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                written = {"open", "write_text", "write_bytes", "save"} & {node.func.attr}
+                assert not (written and ast.unparse(node.func.value).endswith(("partial", "lock"))), path

@@ -76,6 +76,22 @@ def test_eight_processes_at_once_write_what_one_writes(tmp_path: Path) -> None:
     assert sorted(encoded) == list(range(ROWS)), "two processes encoded the same row, or none did"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_at_once_on_ranges_that_overlap_and_with_other_shard_sizes_put_each_row_into_one_shard(
+    tmp_path: Path, seed: int
+) -> None:
+    precompute(StubSource.of(ROWS), StubEncoder(), tmp_path / "whole", rows=(0, ROWS), shard_size=SHARD_SIZE)
+    draw = random.Random(seed)
+    ranges = [(0, ROWS), (0, ROWS), (draw.randrange(1, 60), ROWS), (0, draw.randrange(180, ROWS))]
+    sizes = draw.sample(range(2, 30), 4)
+    with Lives() as lives:
+        died, encoded = lives.live(tmp_path / "shared", ranges=ranges, sizes=sizes)
+        assert not died and sorted(encoded) == list(range(ROWS)), "a row was encoded twice, or never"
+        assert records(tmp_path / "shared") == records(tmp_path / "whole")
+        assert not [path for path in (tmp_path / "shared").iterdir() if path.suffix not in (".tar", ".json")]
+        assert lives.live(tmp_path / "shared", ranges=ranges, sizes=sizes) == (False, [])
+
+
 def test_a_row_encodes_to_the_same_bytes_whatever_was_encoded_before_it(photos: Path, encoder) -> None:
     from qie.shards.record import encode
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 from qie.cli import precompute
-from tests.conftest import AREA_PX
+from tests.conftest import AREA_PX, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +114,29 @@ def test_a_dry_run_for_workers_sees_what_the_workers_would_find(config: Path, tm
     settings = ["--set", "cache.vae_encoder_device=cuda:99", "--set", "cache.text_encoder_device=cuda:99"]
     result = run(config, *settings, "--devices", "cpu", "--dry-run")
     assert "0 to encode, 12 there already" in result.stdout
+
+
+def test_parts_write_what_one_run_writes_and_one_without_rows_says_so(config: Path, tmp_path: Path) -> None:
+    for part in (3, 5, 1, 4, 2):  # of four shards
+        result = run(config, "--part", f"{part}/5", "--output", tmp_path / "out", "--shard-size", 3)
+        assert (part == 1) == ("part 1/5 holds no rows" in result.stdout)
+    assert files(tmp_path / "out") == files(config.parent / "shards")
+
+
+COMMAND = "import sys; from qie.cli.precompute import run; sys.argv[0] = 'qie-precompute'; run()"
+WORKER = (
+    "import sys; from qie.cli.precompute import open_job; from qie.config import load_config; "
+    "open_job(load_config(sys.argv[2]))[1].stages"
+)
+
+
+@pytest.mark.parametrize("code", [COMMAND, WORKER], ids=["command", "worker"])
+def test_a_process_that_encodes_imports_nothing_of_training(config: Path, tmp_path: Path, code: str) -> None:
+    code = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {code}"
+    arguments = ["--config", config, "--output", tmp_path, "--quiet"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stderr.splitlines()[-1].split())
+    assert "diffusers.models.autoencoders.autoencoder_kl_qwenimage" in imported
+    assert not {name for name in imported if name.split(".")[0] in ("peft", "bitsandbytes")}
+    assert not {name for name in imported if name.startswith("qie.training")}

@@ -30,7 +30,7 @@ from qie.shards.reader import Shard
 from qie.shards.record import encode
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import published
-from qie.shards.writer import ShardBusyError, ShardWriter, remove_abandoned
+from qie.shards.writer import ShardBusyError, ShardOverlapError, ShardWriter, remove_abandoned
 from qie.stores import LocalFolder, StoreError, open_folder
 from qie.stores.objects import ObjectFolder
 from tests.builders import (
@@ -487,7 +487,7 @@ def failing(stage: str, error: int = errno.ENOSPC) -> Iterator[None]:
         if stage == "folder":
             patch.setattr(Path, "mkdir", fail)
         if stage == "open":
-            patch.setattr(Path, "open", fail)
+            patch.setattr(os, "open", fail)
             patch.setattr(tempfile, "TemporaryFile", fail)
         yield
 
@@ -742,6 +742,40 @@ def test_between_tar_and_index_a_shard_is_busy(tmp_path: Path, folder: Path, mon
     assert busy == [f"{STEM}.tar"]
     assert all((tmp_path / name).read_bytes() == (folder / name).read_bytes() for name in names(folder))
     assert names(tmp_path) == names(folder)
+
+
+# Rows of other shards
+
+
+@pytest.mark.parametrize("rows", [(0, 2), (2, 5), (0, 9), (1, 2)], ids=str)
+def test_rows_that_another_shard_holds_are_not_written_again(tmp_path: Path, rows: tuple[int, int]) -> None:
+    write_shard(tmp_path, SAMPLES)
+    with pytest.raises(ShardOverlapError, match="another shard holds some of these rows") as caught:
+        ShardWriter(tmp_path, *rows, RECIPE).__enter__()
+    assert f"{STEM}.json" in str(caught.value)
+    assert names(tmp_path) == [f"{STEM}.json", f"{STEM}.tar"]
+    with ShardWriter(tmp_path, 3, 9, RECIPE), ShardWriter(tmp_path, 0, 3, RECIPE):
+        pass
+
+
+@pytest.mark.parametrize("where", ["before the rename", "after the rename"])
+def test_rows_that_another_process_is_writing_are_left_to_it_until_it_is_killed(tmp_path: Path, where: str) -> None:
+    with stopped(tmp_path, where) as child:
+        with pytest.raises(ShardBusyError, match="some of the same rows"):
+            write_shard(tmp_path, SAMPLES)
+        child.kill()
+        child.wait()
+        write_shard(tmp_path, SAMPLES)
+
+
+def test_in_a_bucket_rows_that_another_shard_got_meanwhile_are_not_published(s3: S3) -> None:
+    """There are no locks, so it is seen when the shard is done."""
+    with ShardWriter(s3.url, 0, 2, RECIPE) as shard:
+        add(shard, 0, 1)
+        write_shard(s3.url, SAMPLES)
+        with pytest.raises(ShardOverlapError):
+            shard.publish()
+    assert list(open_folder(s3.url).listing()) == [f"{STEM}.json", f"{STEM}.tar"]
 
 
 # What killed writers left

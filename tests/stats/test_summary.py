@@ -53,6 +53,21 @@ def test_rows_that_no_shard_covers_are_named(shards: Path) -> None:
     assert summary.missing == [(str(shards), 5, 8)]
 
 
+@pytest.mark.parametrize(
+    ("rows", "missing", "fault"), [(10, [], ""), (12, [(10, 12)], ""), (9, [], "the source has only 9")]
+)
+def test_with_a_source_the_last_rows_are_compared_too(
+    shards: Path, tmp_path: Path, rows: int, missing: list[tuple[int, int]], fault: str
+) -> None:
+    lines = [json.dumps({"target_image": "a.png", "control_image": "b.png", "prompt": "p"})] * rows
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    result = CliRunner().invoke(stats.main, [str(shards), "--json", "--source", str(tmp_path / "rows.jsonl")])
+    values = json.loads(result.stdout)
+    assert [tuple(one[1:]) for one in values["missing"]] == [(5, 8), *missing]
+    assert fault in "".join(values["faults"]) and bool(values["faults"]) == bool(fault)
+    assert result.exit_code == 1
+
+
 def test_rows_that_another_folder_covers_are_missing_all_the_same(shards: Path, tmp_path: Path) -> None:
     write_shard(tmp_path / "other", [make_sample(n) for n in range(20, 30)])
 
