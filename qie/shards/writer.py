@@ -4,9 +4,8 @@ On a local disk the tar grows in `<stem>.tar.partial`, under a lock that dies wi
 is synced and renamed, then the index is. A killed run leaves at most partial files, which the next writer of that shard
 takes over. For any other store it grows in a nameless temporary file and is uploaded, then the index is.
 
-No row gets into two shards, whatever ranges the writers were given: each first locks its own partial file, then looks
-for others' files. So of two that begin at once at least one sees the other. Where there are no locks, a writer looks
-before it publishes its index.
+No row gets into two shards, whatever ranges writers were given: each locks its own partial file, then looks for others.
+So of two that begin at once at least one sees the other. Without locks, a writer looks before it publishes its index.
 """
 
 from __future__ import annotations
