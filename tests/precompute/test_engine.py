@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -468,6 +469,38 @@ def test_two_runs_on_one_range_share_it(tmp_path: Path) -> None:
     assert first.encoded + first.reused == other.encoded + other.reused == 24
     run(source, tmp_path / "fresh")
     assert files(output) == files(tmp_path / "fresh")
+
+
+def test_a_folder_where_two_shards_hold_the_same_rows_is_a_fault_at_the_end_of_a_run_and_before_the_next(
+    tmp_path: Path,
+) -> None:
+    """As two runs may leave it in a store without locks."""
+    source, output = StubSource.of(8), tmp_path / "out"
+    run(source, tmp_path / "by 8", shard_size=8)
+
+    def another_run_publishes(report: Report) -> None:
+        shutil.copytree(tmp_path / "by 8", output, dirs_exist_ok=True) if report.rows == 8 else None
+
+    for progress in (another_run_publishes, lambda report: None):
+        with pytest.raises(ShardError, match="two shards hold the same rows") as caught:
+            run(source, output, progress=progress)
+        assert "00000000-00000008" in str(caught.value)
+
+
+def test_what_another_run_published_in_other_shards_meanwhile_is_gone_around(tmp_path: Path) -> None:
+    source, output = StubSource.of(24), tmp_path / "out"
+    later = Once(source, 0, lambda: run(source, output, rows=(14, 22), shard_size=3))
+    report, encoded = run(later, output, shard_size=4)
+    assert [rows_of(index) for index in published(output)][3:] == [
+        (12, 14),
+        (14, 15),
+        (15, 18),
+        (18, 21),
+        (21, 22),
+        (22, 24),
+    ]
+    assert encoded == [*range(14), 22, 23] and (report.rows, report.reused) == (24, 8)
+    assert ShardSet.open([output]).keys == [RECIPE.key(row) for row in source.rows]
 
 
 def test_a_shard_that_another_run_gives_up_is_written(tmp_path: Path) -> None:
