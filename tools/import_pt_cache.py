@@ -20,6 +20,9 @@ the prompt alone, whatever the control was). So the recipe of these shards says 
 --model is kept in it. A sample's key is the SHA-256 of its tensors under that recipe. qie-train reads the shards as
 any; qie-precompute never takes one of them for a row of its own. The prompts' texts are lost, masks were never cached.
 
+The first releases cached no null prompt. Such rows are imported without one: qie-train takes them with
+data.caption_dropout_rate: 0, and refuses them otherwise.
+
 Exit status: 0 if all is imported, 1 if rows were refused, 2 if called wrongly; the reasons are on stderr.
 """
 
@@ -61,6 +64,8 @@ TENSORS = {
 }
 """Our names, and those of the cache: the latest first."""
 EMBEDS = ("prompt_embed", "empty_prompt_embed")
+NULL_PROMPT = ("empty_prompt_embed", "empty_prompt_embeds_mask")
+NO_NULL_PROMPT = "there is no null prompt"
 IMPORTED = "imported from qwen-image-finetune"
 PATCH_PX = 16
 """Pixels to a token's side: the VAE makes 8 of them one, packing two of those."""
@@ -107,6 +112,7 @@ class Reader:
         stored = [to_storage(values, what) for what, values in self._tensors(cached)]
         pixel, *controls, prompt, empty = (one.values for one in stored)
         shared = shared_prefix(prompt, empty)
+        notes = ["the prompt's text is unknown", *(() if len(empty) else [NO_NULL_PROMPT])]
         return Sample(
             key=self._key([pixel, *controls, prompt, empty]),
             prompt="",
@@ -118,19 +124,21 @@ class Reader:
             empty_prompt_embeds_mask=torch.ones(len(empty), dtype=torch.bool),
             shared_prefix=shared,
             clipped=sum(one.clipped for one in stored),
-            notes=(f"{IMPORTED}: the prompt's text is unknown",),
+            notes=tuple(f"{IMPORTED}: {note}" for note in notes),
         )
 
     def _tensors(self, cached: Cached) -> Iterator[tuple[str, torch.Tensor]]:
-        """The target's latent, the controls', the prompt's embedding, the null prompt's."""
-        found = {name: find(cached, names) for name, names in TENSORS.items()}
+        """The target's latent, the controls', the prompt's embedding, the null prompt's: of no tokens without one."""
+        absent = () if any(name in cached.files for kind in NULL_PROMPT for name in TENSORS[kind]) else NULL_PROMPT
+        found = {name: find(cached, names) for name, names in TENSORS.items() if name not in absent}
         target, *controls = self._sizes(cached)
         most = FAMILIES[self.recipe.family].max_controls
         if not controls or (most is not None and len(controls) > most):
             raise RowError(f"it has {len(controls)} controls, which {self.recipe.family} does not take")
         for name, sizes in (("pixel_latent", [target]), ("control_latent", controls)):
             yield from ((name, latent) for latent in unpack(found[name], sizes, name))
-        embeds = [unpadded(found[name], found[f"{name}s_mask"], name) for name in EMBEDS]
+        embeds = [unpadded(found[name], found[f"{name}s_mask"], name) for name in EMBEDS if name in found]
+        embeds += [embeds[0][:0]] if absent else []
         if len({embed.shape[1] for embed in embeds}) > 1:
             raise RowError(f"{' and '.join(EMBEDS)} have other widths")
         yield from zip(EMBEDS, embeds, strict=True)
@@ -178,7 +186,8 @@ def cached_rows(cache: Path) -> list[Cached]:
     metadata = sorted(cache.glob("metadata/*.json")) or sorted(cache.glob("*_metadata.json"))
     if metadata:
         return [described(cache, path) for path in metadata]
-    kinds = {path.name for path in cache.iterdir() if path.is_dir()} if cache.is_dir() else set()
+    # A folder without tensors is one of a later release's, which makes them all when it opens a cache.
+    kinds = {path.parent.name for path in cache.glob("*/*.pt")}
     first = next((name for name in TENSORS["pixel_latent"] if name in kinds), None)
     stems = sorted(path.stem for path in (cache / first).glob("*.pt")) if first else []
     if not stems:
@@ -325,17 +334,21 @@ def run(given: argparse.Namespace) -> int:
     rows = cached_rows(cache)
     sizes = (given.size, *given.control_size) if given.size else ()
     reader = Reader(imported_recipe(given.family, given.model), sizes)
-    refused = 0
+    refused = bare = 0
     with Progress("importing", len(rows), "rows", quiet=given.quiet) as progress:
         for done, one in enumerate(write(given, rows, reader), start=1):
             progress.at(done)
             if isinstance(one, Skipped):
                 refused += 1
                 tell(f"refused {one.name}: {one.reason}")
+            else:
+                bare += one.empty_tokens == 0
     used = {path for row in rows for path in row.files.values()}
     unused = sum(path not in used for path in cache.glob("*/*.pt"))
     if unused:
         tell(f"{unused} files belong to no row")
+    if bare:
+        tell(f"no null prompt in {bare} of {len(rows)} rows: train with data.caption_dropout_rate: 0")
     print(f"{len(rows) - refused} of {len(rows)} rows imported, {refused} refused; recipe {reader.recipe.digest}")
     return int(refused > 0)
 

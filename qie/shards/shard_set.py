@@ -181,6 +181,7 @@ class ShardSet:
             controls.append(torch.frombuffer(part, dtype=half).view(-1, 1, h, w))
             offset += size
         tail = torch.frombuffer(parts[1], dtype=half) if sizes[1] else torch.empty(0, dtype=half)
+        empty_mask = torch.frombuffer(parts[6], dtype=bits) if sizes[6] else torch.empty(0, dtype=bits)
         return Sample(
             key=table.key(position),
             prompt="",
@@ -189,7 +190,7 @@ class ShardSet:
             prompt_embed=torch.frombuffer(parts[3], dtype=half).view(tokens, width),
             prompt_embeds_mask=torch.frombuffer(parts[7], dtype=bits),
             empty_tail=tail.view(-1, width),
-            empty_prompt_embeds_mask=torch.frombuffer(parts[6], dtype=bits),
+            empty_prompt_embeds_mask=empty_mask,
             shared_prefix=prefix,
             loss_mask=torch.frombuffer(parts[4], dtype=torch.uint8).view(height, breadth) if sizes[4] else None,
         )

@@ -35,6 +35,7 @@ class Columns:
         sources: [N] number of the row's source in `source_names`. The numbering decides nothing.
         blocks: [N] number of the shard that holds the sample; never falls.
         source_names: the sources.
+        null_prompts: whether every sample has a null prompt, which takes the place of a dropped caption.
     """
 
     shapes: NDArray[np.int32]
@@ -44,6 +45,7 @@ class Columns:
     sources: NDArray[np.int32]
     blocks: NDArray[np.int32]
     source_names: tuple[str, ...] = ("",)
+    null_prompts: bool = True
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -61,7 +63,7 @@ class Table:
         variants: [N] which version of the row.
         offsets, sizes: [N] where the record lies in its tar, in bytes.
         shapes: [N] number in `shape_names`.
-        tokens, empty_tokens: [N] lengths of the prompt's and of the null prompt's embedding.
+        tokens, empty_tokens: [N] lengths of the prompt's and of the null prompt's embedding; 0 without a null prompt.
         prefixes: [N] leading tokens that both embeddings share.
         widths: [N] of a token's embedding.
         masked: [N] whether there is a loss mask.
@@ -96,7 +98,16 @@ class Table:
         starts[1:] = (np.diff(self.rows) != 0) | (np.diff(self.shards) != 0)
         first = np.maximum.accumulate(np.where(starts, np.arange(len(self)), 0))
         names = self.source_names or ("",)
-        return Columns(self.shapes, self.shape_names, first, self.tokens, self.sources, self.shards, names)
+        return Columns(
+            self.shapes,
+            self.shape_names,
+            first,
+            self.tokens,
+            self.sources,
+            self.shards,
+            names,
+            null_prompts=bool(self.empty_tokens.all()),
+        )
 
     def of_shards(self, numbers: Sequence[int]) -> Table:
         """The samples of some shards, in that order, numbered anew."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from qie.config import TrainConfig
 from qie.data.stream import Stream
+from qie.errors import ConfigError
 from qie.training.step import Draws, Objective
 from qie.types import Batch
 
@@ -88,3 +89,15 @@ def batches_of(stream: Stream, epochs: int) -> int:
         lengths.append(len(stream))
     stream.set_epoch(0)
     return sum(lengths)
+
+
+def require_null_prompts(stream: Stream, caption_dropout_rate: float) -> None:
+    """Raise ConfigError when captions are to be dropped, and a sample has no null prompt to take their place."""
+    if caption_dropout_rate and not stream.samples.columns.null_prompts:
+        raise ConfigError(
+            "samples have no null prompt, which takes the place of a dropped caption",
+            where="data.caption_dropout_rate",
+            expected="0 for shards that were imported without null prompts",
+            found=caption_dropout_rate,
+            hint="--set data.caption_dropout_rate=0, or encode the rows with qie-precompute",
+        )

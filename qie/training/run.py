@@ -23,7 +23,7 @@ from qie.errors import QieError
 from qie.pretrained import Checkpoint
 from qie.training.card import RunReport, write_card, write_run
 from qie.training.checkpoint import checkpoints, damaged, publish_checkpoint, read_state, remove_old
-from qie.training.feed import Feed, Prepared, batches_of, planned_steps
+from qie.training.feed import Feed, Prepared, batches_of, planned_steps, require_null_prompts
 from qie.training.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
 from qie.training.model import load_shift
 from qie.training.objective import derive_seed
@@ -69,6 +69,7 @@ class Run:
         self._batches = None if config.train.epochs is None else batches_of(stream, config.train.epochs)
         self.steps = planned_steps(config.train, self._batches)
         check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device)
+        require_null_prompts(stream, config.data.caption_dropout_rate)
         main = accelerator.is_main_process
         state = read_state(start, hashes=main) if start else None
         if start and state:

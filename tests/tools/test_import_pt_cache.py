@@ -12,6 +12,7 @@ import json
 import math
 import pickle
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from qie.precompute import Settings, precompute
 from qie.shards.reader import Shard
 from qie.shards.storage import published
 from qie.stats import summarise
+from qie.training import trainee
 from qie.types import Sample
 from tests.builders import ROOT, assert_same, make_sample
 from tests.stubs import StubEncoder, StubSource
@@ -341,3 +343,36 @@ def test_an_imported_cache_trains(tool, tiny_edit: Path, photos: Path, encoder, 
     assert result.exit_code == 0, result.output
     assert len(losses(tmp_path / "run")) == 2
     assert all(math.isfinite(loss) for loss in losses(tmp_path / "run"))
+
+
+def test_a_cache_without_null_prompts_trains_where_no_caption_is_dropped(
+    tool, tiny_edit: Path, encoder, photos: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first releases left it: four tensors a row."""
+    sample = encoder.encode(open_source(photos).read(0))
+    for kind, values in tensors(sample).items():
+        folder = tmp_path / "cache" / BEFORE.get(kind, kind)
+        folder.mkdir(parents=True)  # a later release opened it, too
+        if not kind.startswith("empty"):
+            torch.save(values, folder / "a.pt")
+    sizes = [f"{8 * width}x{8 * height}" for height, width in (sample.shape.target, *sample.shape.controls)]
+    size = ("--size", sizes[0], "--control-size", sizes[1])
+    assert tool(tmp_path / "cache", "--output", tmp_path / "new", *size) == 0, capsys.readouterr().err
+    assert "no null prompt in 1 of 1 rows: train with data.caption_dropout_rate: 0" in capsys.readouterr().err
+    [one] = imported(tmp_path / "new")
+    assert len(one.empty_prompt_embed) == 0
+    assert summarise(published(tmp_path / "new"), verify=True).faults == []
+    read = [sys.executable, ROOT / "tools" / "read_shard.py", next((tmp_path / "new").glob("*.tar")), one.key]
+    assert "empty_prompt_embed " in subprocess.run(read, check=True, capture_output=True, text=True).stdout
+    settings = {
+        "model": {"pretrained_model_name_or_path": str(tiny_edit), "lora": {"r": 2}},
+        "train": {"mixed_precision": "no", "max_steps": 1, "output_dir": str(tmp_path / "run")},
+        "validation": {"rows": 0},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    words = [str(tmp_path / "new"), "--config", str(tmp_path / "config.yaml")]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainee, "load_transformer", lambda *_: pytest.fail("weights were read"))
+        refused = CliRunner().invoke(train.main, [*words, "--set", "data.caption_dropout_rate=0.1"])
+        assert refused.exit_code == 2 and "samples have no null prompt" in refused.output
+    assert CliRunner().invoke(train.main, words).exit_code == 0
