@@ -422,8 +422,11 @@ def test_values_are_frozen(file: Path) -> None:
         lambda: setattr(config.predict.devices, "vae", "cpu"),
         lambda: delattr(config.train, "seed"),
     ):
-        with pytest.raises(ValidationError, match="frozen"):
+        with pytest.raises((ConfigError, ValidationError), match=r"frozen|does not change"):
             change()
+    with pytest.raises(ConfigError, match="does not change") as caught:  # as an earlier program's README does
+        config.model.lora.pretrained_weight = "lora.safetensors"
+    assert "pretrained_weight → model.lora.continue_from" in str(caught.value)
     assert config == load(file)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -17,10 +19,22 @@ from safetensors.torch import load_file
 
 import qie
 from qie.config import Config, load_config
+from qie.config.moved import moved
 from qie.data.sources import open_source
 from qie.errors import ConfigError, RecipeMismatchError, RowError, ShardError, UsageError
-from qie.legacy import CacheConfig, CacheType, EmbeddingCacheManager, QwenImageEditTrainer, check_cache_exists
+from qie.legacy import (
+    CacheConfig,
+    CacheType,
+    EmbeddingCacheManager,
+    ImageDataset,
+    QwenImageEditTrainer,
+    check_cache_exists,
+    load_config_from_yaml,
+    loader,
+)
 from qie.legacy.cache import KINDS
+from qie.legacy.names import INSTEAD
+from qie.legacy.trainer import SETTINGS, STATE
 from qie.precompute import precompute
 from qie.shards.storage import published
 from tests.builders import make_sample, same_bits, write_shard
@@ -147,8 +161,11 @@ def test_key_extractors_say_what_a_value_is_known_by(tmp_path: Path) -> None:
     assert manager.cache_exists("pixel_latent", manager.get_key("vae", equal))
     with pytest.raises(UsageError, match="text, bytes"):
         manager.get_key("text_encoder", small)
-    everything = CacheConfig(key_extractors=lambda value: "same")
-    assert everything.key("vae", 1) == everything.key("vae", 2)
+    for name in ("key_extractors", "key_extractor"):  # Quaterion's documents write both
+        everything = CacheConfig(**{name: lambda value: "same"})
+        assert everything.key("vae", 1) == everything.key("vae", 2)
+        with pytest.warns(DeprecationWarning, match="key_extractors is ignored"):
+            everything.applied(minimal())
 
 
 def minimal(**sections: object) -> Config:
@@ -191,6 +208,13 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="no such encoder") as caught:
         CacheConfig(mapping={"text_encodr": CacheType.CPU})
     assert "text_encoder" in str(caught.value)
+    with pytest.raises(ConfigError, match="no such encoder") as caught:
+        CacheConfig(mapping={"image_encoder": CacheType.CPU})
+    assert "vae, which encodes images" in str(caught.value)
+    with pytest.raises(ConfigError, match="no such type"):
+        CacheConfig(mapping={"vae": "disk"})
+    with pytest.raises(ConfigError, match="one setting"):
+        CacheConfig(key_extractor=str, key_extractors=str)
     with pytest.raises(ConfigError, match="cache_type or mapping"):
         CacheConfig(None)
     with pytest.raises(ConfigError, match="refused") as caught:
@@ -240,11 +264,64 @@ def test_the_trainer_caches_the_rows_as_qie_precompute_does(config: Path, made: 
     assert (report.encoded, trainer.cache_exist) == (1, True)
     rows = open_source(load_config(config).data.source)
     assert trainer.cache_step(rows.read(2)).encoded == 0
+    with pytest.raises(UsageError, match="none of data"):
+        trainer.cache_step(replace(rows.read(2), prompt="another"))
     with pytest.warns(DeprecationWarning, match="cache.vae_encoder_device"):
         trainer.cache_step(2, "cuda:0")
     trainer.cache_embeddings()
     found, expected = (qie.ShardSet.open([folder]).keys for folder in (config.parent / "shards", made))
     assert set(expected) <= set(found) and len(found) == len(rows)
+
+
+def test_the_examples_of_the_documents_run(config: Path, photos: Path) -> None:
+    """docs/trainer-architecture.md, docs/cache-system.md and src/main.py of qwen-image-finetune, but for their paths.
+    Their loader says of what; the configuration names neither rows nor a cache."""
+    folder = config.parent / "few"
+    for part in ("training_images", "control_images"):
+        (folder / part).mkdir(parents=True)
+        for path in sorted((photos / part).iterdir())[:4]:
+            shutil.copy(path, folder / part)
+    tree = yaml.safe_load(config.read_text())
+    del tree["data"]["source"], tree["cache"]
+    config.write_text(yaml.safe_dump(tree))
+    cache = config.parent / "cache"
+    trainer = QwenImageEditTrainer(load_config_from_yaml(config))
+    init_args = {"dataset_path": str(folder), "cache_dir": str(cache), "use_cache": True, "cache_drop_rate": 0.1}
+    train_dataloader = loader("src.data.dataset.ImageDataset", init_args, batch_size=2, shuffle=True)
+    assert [item["cached"] for item in map(train_dataloader.dataset.__getitem__, range(1))] == [False]
+    trainer.cache(train_dataloader)
+    trainer.fit(train_dataloader)
+    assert (trainer.batch_size, trainer.config.data.caption_dropout_rate, trainer.cache_dir) == (2, 0.1, str(cache))
+    assert trainer.outcome.step == 2
+
+    dataset = ImageDataset(init_args)
+    sample = dataset[0]
+    assert sample["cached"] and sample["image"].shape[0] == 3 and sample["image"].dtype == np.uint8
+    shards = qie.ShardSet.open([cache])
+    expected = shards.load(shards.keys.index(sample["file_hashes"]["image_hash"]))
+    assert same_bits(sample["pixel_latent"], expected.pixel_latent) and sample["prompt"] == expected.prompt
+    batch = next(iter(loader(str(folder), cache_dir=str(cache))))
+    assert all(batch["cached"]) and set(KINDS) < batch.keys()
+    assert loader(str(folder), cache_dir=str(cache)).dataset.get_cache_stats() == dict.fromkeys(KINDS, len(dataset))
+    assert trainer.cache_step(sample).encoded == 0
+
+    again = QwenImageEditTrainer(load_config(config, [f"train.output_dir={config.parent / 'own'}"]))
+    batches = again.accelerator_prepare(train_dataloader)
+    again.set_lora()
+    assert float(again._training_step_cached(next(iter(batches))).detach()) > 0
+
+
+def test_a_loader_of_what_no_cache_holds_is_refused(tmp_path: Path, photos: Path) -> None:
+    with pytest.raises(UsageError, match="no class of one's own is imported"):
+        loader("os.system", {"dataset_path": str(photos)})
+    with pytest.raises(UsageError, match="ImageDataset has no image_size") as caught:
+        loader(str(photos), image_size=[832, 576])
+    assert moved("image_size") in str(caught.value)
+    with pytest.raises(UsageError, match="ImageDataset has no cache_dri"):
+        ImageDataset({"dataset_path": str(photos), "cache_dri": "x"})
+    with pytest.warns(DeprecationWarning, match=r"data\.reader_threads"):
+        loader(str(photos), num_workers=2)
+    assert ImageDataset({"dataset_path": str(photos)}).get_cache_stats() is None
 
 
 def test_fit_is_qie_train_and_its_adapter_is_saved(cached: Path) -> None:
@@ -320,7 +397,7 @@ def test_what_is_loaded_is_trained_on_and_painted_with(cached: Path) -> None:
         trainer.load_lora(saved, "default")
     painted = trainer.predict(image, "make it night", num_inference_steps=2)
     assert painted.dtype == np.uint8 and painted.shape[-1] == 3 and not np.array_equal(plain, painted)
-    expected = qie.open_painter(load_config(cached), saved).paint([image], "make it night", steps=2, cfg=1.0)
+    expected = qie.open_painter(load_config(cached), saved).paint([image], "make it night", steps=2, cfg=4.0)
     assert np.array_equal(painted, np.asarray(expected))
     trainer.set_lora()
     trainer.save_lora(cached.parent / "lora")
@@ -340,12 +417,35 @@ def test_several_prompts_give_several_images_and_a_negative_prompt_guides(config
     one, other = trainer.predict([image, image], ["make it night", "add snow"], num_inference_steps=2)
     guided = trainer.predict(image, "add snow", "blur", num_inference_steps=2, true_cfg_scale=4.0)
     assert not np.array_equal(one, other) and not np.array_equal(other, guided)
+    plain = trainer.predict(image, "add snow", None, num_inference_steps=2)
+    assert not np.array_equal(other, plain), "an empty negative prompt guides, as the documents have it"
     with pytest.raises(UsageError, match="an image each"):
         trainer.predict([image], ["make it night", "add snow"])
+    for odd in (np.zeros((4, 4)), torch.ones(1), "nowhere.png", 3):
+        with pytest.raises(UsageError, match=r"image"):
+            trainer.predict(prompt_image=odd, prompt="add snow")
+    with pytest.raises(UsageError, match="no prompt"):
+        trainer.predict(image, 3)
+    with pytest.raises(UsageError, match="negative prompts"):
+        trainer.predict(image, "add snow", ["blur", "noise"])
     with pytest.raises(UsageError, match="no tensors"):
         trainer.predict(image, "add snow", prompt_embeds=torch.ones(1))
     with pytest.warns(DeprecationWarning, match="cache.compute_dtype"):
         trainer.predict(image, "add snow", num_inference_steps=2, weight_dtype=torch.bfloat16)
+
+
+def test_images_are_given_as_arrays_and_paths_and_the_result_is_both_images_and_array(config: Path) -> None:
+    path, trainer = _picture(config.parent), QwenImageEditTrainer(config)
+    array = np.asarray(Image.open(path))
+    results = [
+        trainer.predict(prompt_image=image, prompt="add snow", num_inference_steps=2, true_cfg_scale=1.0)
+        for image in (array, path, str(path), Image.open(path).convert("RGBA"), [array])
+    ]
+    results[0][0].save(config.parent / "output.png")
+    saved = np.asarray(Image.open(config.parent / "output.png"))
+    assert saved.shape == results[0].shape and all(np.array_equal(saved, result) for result in results)
+    assert same_bits(*(trainer.encode_prompt("add snow", image)[0] for image in (array, path)))
+    assert trainer.encode_prompt_image_embedding("add snow", array)[1].all()
 
 
 def test_prompts_are_embedded_and_padded(config: Path) -> None:
@@ -401,13 +501,18 @@ def test_merged_into_a_folder_it_is_a_transformer(cached: Path) -> None:
 
 def test_a_model_is_quantised_in_place(cached: Path) -> None:
     pytest.importorskip("torchao")
-    trainer = QwenImageEditTrainer(cached)
-    trainer.set_lora()
     from qie.training.model import load_transformer
     from qie.training.quantize import is_quantized
 
+    trainer = QwenImageEditTrainer(cached)
     transformer = load_transformer(trainer.checkpoint, torch.float32)
-    assert is_quantized(trainer.quantize_model(transformer, "cpu"))
+    assert is_quantized(trainer.quantize_model(transformer, "meta"))
+    assert {weight.device.type for weight in transformer.parameters()} == {"meta"}, "all of it, not only its blocks"
+    trainer.quantize = True
+    trainer.set_lora()
+    assert is_quantized(trainer.transformer) and trainer.quantize == "fp8"
+    with pytest.raises(UsageError, match="before set_lora"):
+        trainer.quantize = False
 
 
 def test_what_has_no_meaning_any_more_is_said_to_have_none(config: Path) -> None:
@@ -432,6 +537,56 @@ def test_what_has_no_meaning_any_more_is_said_to_have_none(config: Path) -> None
     assert not published(config.parent / "shards")
 
 
+def test_attributes_are_the_configurations_and_no_others_can_be_set(config: Path) -> None:
+    trainer = QwenImageEditTrainer(config)
+    assert (trainer.use_cache, trainer.batch_size, trainer.quantize) == (True, 1, None)
+    assert trainer.weight_dtype == torch.float32 and trainer.cache_dir == str(config.parent / "shards")
+    assert trainer.vae_scale_factor == 8 and trainer.vae_z_dim == len(trainer.vae_latent_mean) == 16
+    assert len(trainer.vae_latent_std) == 16 and trainer.scheduler.config.num_train_timesteps == 1000
+    trainer.weight_dtype, trainer.batch_size, trainer.use_cache = torch.bfloat16, 2, False
+    found = trainer.config
+    assert (found.train.mixed_precision, found.data.batch_size, found.cache.use_cache) == ("bf16", 2, False)
+    with pytest.raises(ConfigError, match="a value is refused"):
+        trainer.batch_size = 0
+    with pytest.raises(UsageError, match="vae cannot be set"):
+        trainer.vae = torch.nn.Identity()
+    with pytest.raises(UsageError, match="QwenImageEditTrainer has no batch_sise"):
+        trainer.batch_sise = 2
+    assert not hasattr(trainer, "batch_sise")
+
+
+def test_each_name_without_a_face_answers_with_what_the_migration_page_says(config: Path, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in text.splitlines() if line.startswith("| ")]
+    for name, sentence in INSTEAD.items():
+        said = {right for left, right in rows if re.search(rf"(?<![\w]){name}(?!\w)", left)}
+        assert sentence in said, name
+    trainer, manager = QwenImageEditTrainer(config), EmbeddingCacheManager(tmp_path)
+    askings = {
+        "text_encoder": lambda: trainer.text_encoder,
+        "prepare_latents": lambda: trainer.prepare_latents(torch.ones(1)),
+        "save_cache_embedding": lambda: manager.save_cache_embedding({}, {}, {}),
+        "EmbeddingCacheHook": lambda: importlib.import_module("qie.legacy").EmbeddingCacheHook,
+    }
+    for name, asking in askings.items():
+        with pytest.raises(UsageError, match=f"has no {name}") as caught:
+            asking()
+        assert f"now: {INSTEAD[name]}" in str(caught.value)
+    for asking in (lambda: trainer.prompt_image_dropout_rate, lambda: setattr(trainer, "prompt_image_dropout_rate", 0)):
+        with pytest.raises(UsageError, match="has no prompt_image_dropout_rate") as caught:
+            asking()
+        assert "nearest are data.caption_dropout_rate and data.control_dropout_rate" in str(caught.value)
+
+
+def test_each_name_with_a_face_is_on_the_migration_page() -> None:
+    text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    left = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    own = {"checkpoint", "config", "encoder", "outcome", "stream", "key_of", "get_key"}  # what only qie has
+    faces = {name for face in (QwenImageEditTrainer, EmbeddingCacheManager) for name in dir(face) if name[0] != "_"}
+    names = (faces | {*SETTINGS, *STATE}) - own
+    assert sorted(name for name in names if not re.search(rf"\b{name}\b", left)) == []
+
+
 def test_a_vae_that_is_unfrozen_cannot_be_trained_with_its_cache(cached: Path) -> None:
     trainer = QwenImageEditTrainer(cached)
     trainer.vae.requires_grad_(True)
@@ -450,6 +605,8 @@ def test_the_keys_and_names_that_the_migration_page_gives_are_there() -> None:
         section = Config
         for name in key:
             assert name in section.model_fields, ".".join(key)
+            if name == "init_args":  # whatever the class takes
+                break
             found = section.model_fields[name].annotation
             parts = [found, *get_args(found)]
             section = next(
@@ -460,8 +617,8 @@ def test_the_keys_and_names_that_the_migration_page_gives_are_there() -> None:
 
 
 def test_every_old_name_says_what_it_is_now() -> None:
-    for face in (EmbeddingCacheManager, QwenImageEditTrainer, CacheConfig, CacheType, check_cache_exists):
-        assert "Now: " in (face.__doc__ or ""), face
+    for name in qie.legacy.__all__:
+        assert "Now: " in (getattr(qie.legacy, name).__doc__ or ""), name
     for face in (EmbeddingCacheManager, QwenImageEditTrainer):
         public = {name: getattr(face, name) for name in dir(face) if not name.startswith("_")}
         silent = [n for n, member in public.items() if callable(member) and "Now: " not in (member.__doc__ or "")]

@@ -1,12 +1,14 @@
 """Turn a cache directory of qwen-image-finetune (github.com/TsienDragon/qwen-image-finetune) into shards.
 
     python tools/import_pt_cache.py CACHE --output DIR|URL --family edit|edit_plus [--model NAME] [--size WxH]
-                                    [--control-size WxH]... [--shard-size N] [--quiet]
+                                    [--control-size WxH]... [--dataset PATH] [--shard-size N] [--quiet]
 
 What it reads is what that project's EmbeddingCacheManager writes: a tensor a file, CACHE/<tensor>/<hash>.pt, without
 batch axis, and a JSON object for each row with the hash of each of its tensors: CACHE/metadata/<hash>.json, in releases
-before CACHE/<hash>_metadata.json. Before that there was none: then files of one name belong together, and a row whose
-files are named otherwise is refused, since nothing says which they are.
+before CACHE/<hash>_metadata.json. Before that there was none, and a file was named by a hash of its image's path and
+time and of the prompt: --dataset, the old dataset_path as it was written there, finds them as long as the images lie
+where they lay, untouched. Without it files of one name belong together, and a row whose files are named otherwise is
+refused, since nothing says which they are.
 
 Nothing in a file is executed: it is read as tensors, or refused. So is a row of which a file is missing, damaged, or
 not finite. A refused row is listed, counted, and kept in the shards as a skipped row with its reason; the rest is
@@ -18,7 +20,8 @@ pixels from --size (targets) and --control-size (once for each control, in order
 A cache says neither from which images and prompts nor with which weights it was made (its embeddings are even found by
 the prompt alone, whatever the control was). So the recipe of these shards says that they are imported, instead of how;
 --model is kept in it. A sample's key is the SHA-256 of its tensors under that recipe. qie-train reads the shards as
-any; qie-precompute never takes one of them for a row of its own. The prompts' texts are lost, masks were never cached.
+any; qie-precompute never takes one of them for a row of its own. The prompts' texts are lost but with --dataset; masks
+were never cached.
 
 The first releases cached no null prompt. Such rows are imported without one: qie-train takes them with
 data.caption_dropout_rate: 0, and refuses them otherwise.
@@ -46,7 +49,7 @@ from qie.errors import RowError, UsageError
 from qie.paths import local_path
 from qie.precompute.ranges import shard_ranges
 from qie.precompute.reshard import require_own
-from qie.recipe import FAMILIES, Recipe
+from qie.recipe import FAMILIES, Recipe, normal_prompt
 from qie.shards.index import Entry, Skipped, read_index
 from qie.shards.record import encode
 from qie.shards.storage import published
@@ -65,8 +68,11 @@ TENSORS = {
 """Our names, and those of the cache: the latest first."""
 EMBEDS = ("prompt_embed", "empty_prompt_embed")
 NULL_PROMPT = ("empty_prompt_embed", "empty_prompt_embeds_mask")
-NO_NULL_PROMPT = "there is no null prompt"
 IMPORTED = "imported from qwen-image-finetune"
+TARGET_FOLDERS = ("training_images", "images", "target_images")
+CONTROL_FOLDERS = ("control_images", "control", "condition_images")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
+"""What the first releases looked for in a dataset, in this order."""
 PATCH_PX = 16
 """Pixels to a token's side: the VAE makes 8 of them one, packing two of those."""
 
@@ -82,12 +88,14 @@ class Cached:
         name: of its metadata, or of its files.
         files: the cache's own name of a tensor -> its file.
         img_shapes: as in the metadata.
+        prompt: its text; None if unknown.
         fault: why there is nothing else.
     """
 
     name: str
     files: dict[str, Path] = field(default_factory=dict)
     img_shapes: Any = None
+    prompt: str | None = None
     fault: str | None = None
 
 
@@ -112,10 +120,10 @@ class Reader:
         stored = [to_storage(values, what) for what, values in self._tensors(cached)]
         pixel, *controls, prompt, empty = (one.values for one in stored)
         shared = shared_prefix(prompt, empty)
-        notes = ["the prompt's text is unknown", *(() if len(empty) else [NO_NULL_PROMPT])]
+        unknown = {"the prompt's text is unknown": cached.prompt is None, "there is no null prompt": not len(empty)}
         return Sample(
             key=self._key([pixel, *controls, prompt, empty]),
-            prompt="",
+            prompt=normal_prompt(cached.prompt or ""),
             pixel_latent=pixel,
             control_latent=tuple(controls),
             prompt_embed=prompt,
@@ -124,7 +132,7 @@ class Reader:
             empty_prompt_embeds_mask=torch.ones(len(empty), dtype=torch.bool),
             shared_prefix=shared,
             clipped=sum(one.clipped for one in stored),
-            notes=tuple(f"{IMPORTED}: {note}" for note in notes),
+            notes=tuple(f"{IMPORTED}: {note}" for note, holds in unknown.items() if holds),
         )
 
     def _tensors(self, cached: Cached) -> Iterator[tuple[str, torch.Tensor]]:
@@ -198,6 +206,38 @@ def cached_rows(cache: Path) -> list[Cached]:
             found=", ".join(sorted(kinds)[:6]) or "no folders",
         )
     return [Cached(stem, {kind: cache / kind / f"{stem}.pt" for kind in kinds}) for stem in stems]
+
+
+def named_by_images(cache: Path, dataset: str) -> list[Cached]:
+    """The rows of a cache without metadata, by the images and captions that they were made of."""
+    root = dataset if dataset.endswith("/") else f"{dataset}/"  # as it was written: a Path would be without ./
+    targets, controls = (
+        next((f"{root}{name}/" for name in names if Path(root, name).is_dir()), None)
+        for names in (TARGET_FOLDERS, CONTROL_FOLDERS)
+    )
+    if targets is None or controls is None:
+        expected = f"{'|'.join(TARGET_FOLDERS)} and {'|'.join(CONTROL_FOLDERS)}"
+        raise UsageError("this is no dataset of qwen-image-finetune", where=dataset, expected=expected)
+    rows = []
+    for image in sorted(Path(targets).iterdir()):
+        caption, beside = image.with_suffix(".txt"), (f"{controls}{image.stem}{end}" for end in SUFFIXES)
+        control = next((path for path in beside if Path(path).is_file()), None)
+        if image.suffix in SUFFIXES and control and caption.is_file():  # they passed over all others, too
+            prompt = caption.read_text(encoding="utf-8", errors="replace").strip()
+            target = f"{targets}{image.name}"
+            hashes = {"pixel_latent": old_hash(target), "control_latent": old_hash(control)}
+            hashes |= dict.fromkeys(("prompt_embed", "prompt_embeds_mask"), old_hash(target, prompt))
+            if any((cache / NULL_PROMPT[0]).glob("*.pt")):
+                hashes |= dict.fromkeys(NULL_PROMPT, old_hash(target, "empty"))
+            files = {kind: cache / kind / f"{digest}.pt" for kind, digest in hashes.items()}
+            rows.append(Cached(image.stem, files, prompt=prompt))
+    return rows
+
+
+def old_hash(path: str, prompt: str = "") -> str:
+    """By what the first releases found a tensor."""
+    text = f"{path}_{Path(path).stat().st_mtime}_{prompt}"
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def described(cache: Path, path: Path) -> Cached:
@@ -331,7 +371,7 @@ def write(given: argparse.Namespace, rows: Sequence[Cached], reader: Reader) -> 
 
 def run(given: argparse.Namespace) -> int:
     cache = local_path(given.cache)
-    rows = cached_rows(cache)
+    rows = named_by_images(cache, given.dataset) if given.dataset else cached_rows(cache)
     sizes = (given.size, *given.control_size) if given.size else ()
     reader = Reader(imported_recipe(given.family, given.model), sizes)
     refused = bare = 0
@@ -373,6 +413,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="an unknown model", metavar="NAME", help="with which it was made")
     parser.add_argument("--size", type=size, metavar="WxH", help="of all targets, in pixels")
     parser.add_argument("--control-size", type=size, action="append", default=[], metavar="WxH", help="of each control")
+    parser.add_argument("--dataset", metavar="PATH", help="old dataset_path, for a cache without metadata")
     parser.add_argument("--shard-size", type=int, default=64, metavar="N", help="rows per shard; default: 64")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     given = parser.parse_args()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from qie.errors import ConfigError
 from qie.paths import local_path
 from qie.stores import scheme_of
 
@@ -27,3 +28,14 @@ def word(text: str) -> BeforeValidator:
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        from qie.config.moved import moved  # which knows all sections
+
+        hint = "write it into the file, or qie.load_config(file, ['section.key=value'])"
+        known_as = moved(name)
+        raise ConfigError(
+            "a configuration does not change once it is loaded",
+            where=name,
+            hint=f"{known_as}; {hint}" if known_as else hint,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -12,6 +13,7 @@ from safetensors.torch import load, save
 from qie.encode.fp16 import to_storage
 from qie.errors import ShardError, UsageError
 from qie.hashing import file_hashes
+from qie.legacy.names import missing
 from qie.legacy.settings import CacheConfig
 from qie.paths import local_path
 from qie.recipe import json_hash, normal_prompt
@@ -19,7 +21,7 @@ from qie.shards.shard_set import ShardSet
 from qie.shards.storage import published
 from qie.stats import summarise
 from qie.stores import File, Folder, open_folder
-from qie.types import Sample
+from qie.types import Row, Sample
 
 KINDS = (
     "pixel_latent",
@@ -134,6 +136,20 @@ class EmbeddingCacheManager:
     def get_file_hash_for_prompt(self, image_path: str | Path, prompt: str) -> str:
         """A hash of the file and the normalised prompt: what its embedding depends on. Now: `recipe.key(row)`."""
         return json_hash({"image": self.get_file_hash_for_image(image_path), "prompt": normal_prompt(prompt)})
+
+    def key_of(self, row: Row) -> str | None:
+        """The key of the sample that the shards have of this row; None without. Now: `recipe.key(row)`."""
+        shards, positions = self._shards()
+        key = shards.recipe.key(row) if shards else None
+        return key if key in positions else None
+
+    @staticmethod
+    def exist(cache_root: str | Path) -> bool:
+        """Now: `qie-stats DIR`; see `check_cache_exists`."""
+        return check_cache_exists(cache_root)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise missing(name, type(self).__name__)
 
     def get_key(self, encoder: str, value: object) -> str:
         """A `file_hash` for `value` by the key extractors of the manager's config. Now: see `CacheConfig.key`."""

@@ -1,24 +1,48 @@
-"""Quaterion's `CacheConfig`: what of frozen encoders is cached, and where."""
+"""Configurations, read and changed; and Quaterion's `CacheConfig`: what of frozen encoders is cached, and where."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from qie.config import Config
+from qie.config import Config, load_config
 from qie.errors import ConfigError, UsageError
+from qie.legacy.names import ignored
 from qie.recipe import json_hash
 
 ENCODERS = {"vae": "latents", "text_encoder": "embeds"}
 """The frozen encoders, and the field of the configuration's `cache.keep` that holds what they give."""
 
 KeyExtractor = Callable[[Any], Hashable]
+
+
+def load_config_from_yaml(yaml_path: str | Path) -> Config:
+    """The configuration in a file. Now: `qie.load_config`; docs/migration.md lists the keys that changed."""
+    return load_config(yaml_path)
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with other values, by their keys, such as `data.batch_size`.
+
+    Raises:
+        ConfigError: a value is refused.
+    """
+    tree = config.model_dump(exclude_unset=True)
+    for key, value in values.items():
+        section, name = key.split(".")
+        tree[section] = tree.get(section, {}) | {name: value}
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        where = ".".join(str(step) for step in fault["loc"])
+        raise ConfigError("a value is refused", where=where, expected=fault["msg"], found=fault["input"]) from error
 
 
 class CacheType(StrEnum):
@@ -39,6 +63,7 @@ class CacheConfig:
         mapping: encoder ("vae", "text_encoder") -> type.
         key_extractors: from what is encoded to what it is known by; one, or one for each encoder. Now: nothing. Samples
             of shards are known by the content of their row, which never goes stale; see `key` for what else there is.
+            Quaterion's documents also write `key_extractor`.
         batch_size: rows encoded together. Now: `cache.encode_batch_size`, 1 if not given: the last bits depend on it.
         num_workers: Now: `data.reader_threads`.
         save_dir: Now: `cache.cache_dir`.
@@ -50,13 +75,20 @@ class CacheConfig:
     batch_size: int | None = None
     num_workers: int | None = None
     save_dir: str | None = None
+    key_extractor: InitVar[KeyExtractor | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, key_extractor: KeyExtractor | None) -> None:
+        if key_extractor is not None and self.key_extractors:
+            raise ConfigError("key_extractor and key_extractors are one setting", where="CacheConfig")
+        object.__setattr__(self, "key_extractors", key_extractor or self.key_extractors)
         extractors = [] if callable(self.key_extractors) else self.key_extractors
         for name in (*self.mapping, *extractors):
             if name not in ENCODERS:
-                nearest = difflib.get_close_matches(name, ENCODERS, n=1) or list(ENCODERS)
-                raise ConfigError("no such encoder", where="CacheConfig", expected=" or ".join(nearest), found=name)
+                expected = "vae, which encodes images, or text_encoder, which encodes prompts over images"
+                raise ConfigError("no such encoder", where="CacheConfig", expected=expected, found=name)
+        for kind in (self.cache_type, *self.mapping.values()):
+            if kind is not None and kind not in [*CacheType]:
+                raise ConfigError("no such type", where="CacheConfig", expected=", ".join(CacheType), found=kind)
         if self.cache_type is None and not self.mapping:
             raise ConfigError("a cache needs cache_type or mapping", where="CacheConfig")
 
@@ -85,24 +117,19 @@ class CacheConfig:
             ConfigError: a value is refused, or an encoder that is to be cached can be trained.
         """
         types = self.types()
+        if self.key_extractors:
+            ignored("key_extractors", "nothing: samples of shards are known by their content")
         cached = {name: kind for name, kind in types.items() if kind != CacheType.NONE}
         require_frozen({name: encoder for name, encoder in (encoders or {}).items() if name in cached})
         keep = config.cache.keep.model_copy(update={ENCODERS[name]: str(kind) for name, kind in types.items()})
-        cache: dict[str, Any] = {"use_cache": bool(cached), "keep": keep.model_dump()}
+        values: dict[str, Any] = {"cache.use_cache": bool(cached), "cache.keep": keep.model_dump()}
         if self.save_dir is not None:
-            cache["cache_dir"] = self.save_dir
+            values["cache.cache_dir"] = self.save_dir
         if self.batch_size is not None:
-            cache["encode_batch_size"] = self.batch_size
-        data = {} if self.num_workers is None else {"reader_threads": max(1, self.num_workers)}
-        tree = config.model_dump(exclude_unset=True)
-        for name, changes in (("cache", cache), ("data", data)):
-            tree[name] = tree.get(name, {}) | changes
-        try:
-            return Config.model_validate(tree)
-        except ValidationError as error:
-            fault = error.errors(include_url=False)[0]
-            where = ".".join(str(step) for step in fault["loc"])
-            raise ConfigError("the cache's settings are refused", where=where, found=fault["msg"]) from error
+            values["cache.encode_batch_size"] = self.batch_size
+        if self.num_workers is not None:
+            values["data.reader_threads"] = max(1, self.num_workers)
+        return changed(config, values)
 
     def key(self, encoder: str, value: object) -> str:
         """What `value` is known by in `EmbeddingCacheManager`: 64 hex characters, from its extractor or from itself.

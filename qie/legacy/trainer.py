@@ -2,36 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from diffusers import QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from diffusers.image_processor import VaeImageProcessor
+from numpy.typing import NDArray
+from PIL import Image
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, SequentialSampler
 
-from qie.config import Config, load_config
+from qie.config import Config, load_config, required
+from qie.data.sources import Source
 from qie.data.stream import Stream
+from qie.devices import resolve_device, resolve_dtype
+from qie.encode import Encoder
 from qie.errors import UsageError
-from qie.legacy.caching import CachingTrainer, no_loader
-from qie.legacy.painting import ignored
-from qie.legacy.settings import require_frozen
-from qie.opening import open_accelerator, open_training_stream
+from qie.legacy.cache import check_cache_exists
+from qie.legacy.dataset import ImageDataset, pictures
+from qie.legacy.names import GoneError, ignored, missing
+from qie.legacy.settings import changed, require_frozen
+from qie.opening import open_accelerator, open_encoder, open_painter, open_rows, open_training_stream, versions
+from qie.precompute import Report, Settings, precompute
+from qie.predict import Painter, free, load_vae
+from qie.pretrained import ENCODERS, Checkpoint, open_checkpoint
+from qie.recipe import NULL_PROMPT
 from qie.training.export import export_adapter, find_adapter, merge_adapter
 from qie.training.loop import Outcome, train
 from qie.training.lora import save_adapter
 from qie.training.lora_file import ADAPTER_FILE
 from qie.training.metrics import METRICS_FILE
+from qie.training.model import load_scheduler
 from qie.training.quantize import quantize_blocks
 from qie.training.reporting import Reporter
 from qie.training.run import Run
-from qie.types import Batch
+from qie.types import Batch, Row
 
 Mode = Literal["train", "cache", "predict"]
+Pixels = NDArray[np.uint8]
+
+SETTINGS = {
+    "use_cache": "cache.use_cache",
+    "cache_dir": "cache.cache_dir",
+    "batch_size": "data.batch_size",
+    "quantize": "model.quantize",
+    "weight_dtype": "train.mixed_precision",
+}
+"""Attributes that are keys of the configuration."""
+STATE = ("accelerator", "config", "global_step", "lr_scheduler", "optimizer", "outcome")
+"""What else can be set."""
+QUANTIZE: dict[object, object] = {True: "fp8", False: None}
+PRECISION: dict[object, object] = {torch.bfloat16: "bf16", torch.float32: "no"}
 
 
-class QwenImageEditTrainer(CachingTrainer):
-    """Caches, trains and paints by a configuration. Now: `qie-precompute`, `qie-train`, `qie-predict`, or docs/api.md.
+class Pictures(list[Image.Image]):
+    """Generated images: a list, as the guides of qwen-image-finetune use it (`result[0].save(…)`), and an array, as its
+    reference says: [height, width, 3] uint8 of one image, [B, height, width, 3] of several."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Pixels:
+        arrays = [np.asarray(image) for image in self]
+        return np.array(arrays[0] if len(arrays) == 1 else arrays, dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(np.asarray(self), name)
+
+
+class QwenImageEditTrainer:
+    """Caches, trains and generates by a configuration. Now: `qie-precompute`, `qie-train`, `qie-predict`; docs/api.md.
 
     `fit` is the whole training. For a loop of one's own call `setup_accelerator`, `load_model`, `set_lora`,
     `configure_optimizers`, and for each batch of `stream` `training_step`; then step `optimizer` and `lr_scheduler`,
@@ -41,25 +84,177 @@ class QwenImageEditTrainer(CachingTrainer):
         config: a configuration, or its file.
 
     Attributes:
-        config: frozen; `load_lora` replaces it.
         accelerator: once `setup_accelerator` was called.
         outcome: of `fit`.
+        use_cache, cache_dir, batch_size, quantize, weight_dtype: of the configuration, which they change when they are
+            set. `quantize` True is fp8.
+
+    Raises:
+        UsageError: an attribute that does not exist is read (it is an AttributeError, too) or set. Of those that
+            qwen-image-finetune had, it says what took their place.
     """
 
     def __init__(self, config: Config | str | Path) -> None:
         if isinstance(config, (str, Path)):
             config = load_config(config)
-        given: object = config
-        if not isinstance(given, Config):
-            hint = "qie.load_config reads a YAML file; docs/migration.md lists the keys that changed"
-            raise UsageError("this is no configuration of qie", found=type(given).__name__, hint=hint)
-        super().__init__(given)
+        self._run: Run | None = None
+        self.config = config
         self.accelerator: Accelerator | None = None
         self.outcome: Outcome | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: LRScheduler | None = None
-        self._run: Run | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in SETTINGS:
+            raise missing(name, type(self).__name__)
+        section, key = SETTINGS[name].split(".")
+        value = getattr(getattr(self.config, section), key)
+        return (torch.bfloat16 if value == "bf16" else torch.float32) if name == "weight_dtype" else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SETTINGS:
+            words = {"quantize": QUANTIZE, "weight_dtype": PRECISION}.get(name, {})
+            self.config = changed(self.config, {SETTINGS[name]: words.get(value, value)})
+        elif name in STATE or name.startswith("_"):
+            object.__setattr__(self, name, value)
+        elif hasattr(type(self), name):
+            raise GoneError(f"{name} cannot be set", where=type(self).__name__, hint="set it in the configuration")
+        else:
+            raise missing(name, type(self).__name__)
+
+    # What the configuration describes
+
+    @property
+    def config(self) -> Config:
+        """Frozen; another one takes its place when it is set. Now: `qie.load_config`."""
+        return self._config
+
+    @config.setter
+    def config(self, config: Config) -> None:
+        given: object = config
+        if not isinstance(given, Config):
+            hint = "qie.load_config reads a YAML file; docs/migration.md lists the keys that changed"
+            raise UsageError("this is no configuration of qie", found=type(given).__name__, hint=hint)
+        if self._run is not None:
+            raise UsageError("the model in training is there already", hint="change the configuration before set_lora")
+        self._config = given
+        self._checkpoint: Checkpoint | None = None
+        self._encoder: Encoder | None = None
+        self._painter: Painter | None = None
+        self._vae: AutoencoderKLQwenImage | None = None
         self._stream: Stream | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The base model. Now: `qie.open_checkpoint`."""
+        if self._checkpoint is None:
+            model, parts = self.config.model, (*ENCODERS, "transformer", "scheduler")
+            self._checkpoint = open_checkpoint(model.pretrained_model_name_or_path, model.family, parts)
+        return self._checkpoint
+
+    @property
+    def encoder(self) -> Encoder:
+        """VAE and text encoder under one recipe. Now: `qie.open_encoder(config)`."""
+        if self._encoder is None:
+            self._encoder = open_encoder(self.config)
+        return self._encoder
+
+    @property
+    def vae(self) -> AutoencoderKLQwenImage:
+        """The VAE of diffusers, frozen, for `decode_vae_latent`. Now: `qie.predict.load_vae`."""
+        if self._vae is None:
+            device = resolve_device(self.config.predict.devices.vae, "predict.devices.vae")
+            dtype = getattr(torch, resolve_dtype(self.config.cache.compute_dtype, device))
+            self._vae = load_vae(self.checkpoint, dtype).to(device).eval().requires_grad_(False)
+        return self._vae
+
+    @property
+    def vae_scale_factor(self) -> int:
+        """Pixels to a latent pixel's side. Now: `vae.config.temperal_downsample`."""
+        return 2 ** len(self.vae.config.temperal_downsample)  # type: ignore[no-any-return]
+
+    @property
+    def vae_latent_mean(self) -> list[float]:
+        """Of each channel. Now: `vae.config.latents_mean`."""
+        return self.vae.config.latents_mean  # type: ignore[no-any-return]
+
+    @property
+    def vae_latent_std(self) -> list[float]:
+        """Of each channel. Now: `vae.config.latents_std`."""
+        return self.vae.config.latents_std  # type: ignore[no-any-return]
+
+    @property
+    def vae_z_dim(self) -> int:
+        """Channels of a latent. Now: `vae.config.z_dim`."""
+        return self.vae.config.z_dim  # type: ignore[no-any-return]
+
+    @property
+    def scheduler(self) -> FlowMatchEulerDiscreteScheduler:
+        """The checkpoint's noise schedule. Now: section `loss` of the configuration."""
+        return load_scheduler(self.checkpoint)
+
+    @property
+    def cache_exist(self) -> bool:
+        """Now: `qie-stats DIR`."""
+        return self.config.cache.cache_dir is not None and check_cache_exists(self.config.cache.cache_dir)
+
+    # The cache
+
+    def cache(self, train_dataloader: Source | DataLoader[Any] | None = None) -> Report:
+        """Encode all rows that are not in `cache.cache_dir` yet. Now: `qie-precompute`, or `qie.precompute.precompute`.
+
+        Args:
+            train_dataloader: of `loader`; or rows; None for those of `data.source`. Other DataLoaders are refused.
+        """
+        if isinstance(train_dataloader, DataLoader):
+            self._configure(train_dataloader)
+            train_dataloader = None
+        rows: Any = train_dataloader if train_dataloader is not None else open_rows(self.config)
+        if not all(hasattr(rows, name) for name in ("read", "name", "part", "__len__")):
+            raise _no_loader(rows, "what qie.legacy.loader gives, qie.open_source, or nothing")
+        return self._precompute(rows, (0, len(rows)))
+
+    cache_embeddings = cache
+
+    def cache_step(
+        self,
+        data: Row | int | dict[str, Any],
+        vae_encoder_device: str | None = None,
+        text_encoder_device: str | None = None,
+    ) -> Report:
+        """Encode one row of `data.source` into a shard of its own. Now: `qie-precompute --start-idx N --end-idx N+1`.
+
+        Args:
+            data: a row of the source, its number, or an item of an `ImageDataset` of the source.
+            vae_encoder_device, text_encoder_device: ignored. Now: `cache.vae_encoder_device` and the other.
+        """
+        if vae_encoder_device is not None or text_encoder_device is not None:
+            ignored("a device", "cache.vae_encoder_device and cache.text_encoder_device in the configuration")
+        row = data.get("row") if isinstance(data, dict) else data
+        if not isinstance(row, (Row, int)):
+            raise UsageError("this is no row", expected="a qie.Row, or its number", found=type(data).__name__)
+        rows, number = open_rows(self.config), row.index if isinstance(row, Row) else row
+        if isinstance(row, Row) and not (number < len(rows) and rows.read(number) == row):
+            raise UsageError("the row is none of data.source", where=row.name, hint="its number is enough")
+        return self._precompute(rows, (number, number + 1))
+
+    def _precompute(self, rows: Source, wanted: tuple[int, int]) -> Report:
+        output = required(self.config.cache.cache_dir, "cache.cache_dir", "where shards go")
+        settings = Settings(versions=versions(self.config))
+        return precompute(rows, self.encoder, output, rows=wanted, settings=settings)
+
+    def _configure(self, given: DataLoader[Any]) -> None:
+        """Take rows, cache and batch size from what `loader` gave."""
+        dataset = given.dataset
+        if not isinstance(dataset, ImageDataset):
+            raise _no_loader(given, "what qie.legacy.loader gives, or nothing")
+        if isinstance(given.sampler, SequentialSampler):
+            ignored("shuffle=False", "nothing: epochs are always shuffled, by train.seed")
+        config = changed(self.config, dataset.settings | {"data.batch_size": given.batch_size})
+        if config != self.config:
+            self.config = config
+
+    # Training
 
     @property
     def stream(self) -> Stream:
@@ -70,12 +265,12 @@ class QwenImageEditTrainer(CachingTrainer):
 
     @property
     def transformer(self) -> QwenImageTransformer2DModel:
-        """The model that `set_lora` made ready."""
+        """The model that `set_lora` made ready. Now: `qie.training.run.Run`."""
         return self._running().trainee.transformer
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done."""
+        """Optimizer steps done. Now: `qie.training.loop.Outcome.step`."""
         return self._run.step if self._run else self.outcome.step if self.outcome else 0
 
     @global_step.setter
@@ -107,45 +302,70 @@ class QwenImageEditTrainer(CachingTrainer):
         """Give `optimizer` and `lr_scheduler`. Now: sections `optimizer` and `lr_scheduler`; `Run` makes them."""
         self.optimizer, self.lr_scheduler = self._running().optimizer, self._running().schedule
 
+    def accelerator_prepare(self, train_dataloader: Stream | DataLoader[Any]) -> Stream:
+        """The batches to loop over, for what `loader` gave. Now: nothing; `set_lora` has prepared the rest."""
+        if isinstance(train_dataloader, DataLoader):
+            self._configure(train_dataloader)
+            return self.stream
+        if not isinstance(train_dataloader, Stream):
+            raise _no_loader(train_dataloader, "what qie.legacy.loader gives")
+        return train_dataloader
+
     def set_model_devices(self, mode: Mode = "train") -> None:
         """Let go of what `mode` does not need. Now: nothing; each command loads what it needs, where it is needed."""
         if mode not in get_args(Mode):
             raise UsageError("no such mode", expected=", ".join(get_args(Mode)), found=mode)
         if mode == "train" and self.use_cache and self.cache_exist:
-            self._release_encoders()
+            if self._encoder is not None:
+                free(self._encoder)
+            self._encoder, self._painter, self._vae = None, None, None
         if mode != "train":
             self._run, self.optimizer, self.lr_scheduler = None, None, None
 
     def quantize_model(
         self, model: QwenImageTransformer2DModel, device: torch.device | str | None = None
     ) -> QwenImageTransformer2DModel:
-        """Quantise a transformer's blocks in place, by `model.quantize`, or to fp8. Now: `model.quantize: fp8`."""
-        quantize_blocks(model, self.config.model.quantize or "fp8", None if device is None else torch.device(device))
-        return model
+        """Quantise a transformer's blocks in place, by `model.quantize`, or to fp8. Now: `model.quantize: fp8`.
 
-    def fit(self, train_dataloader: Stream | None = None, *, resume: str | None = None) -> Outcome:
+        Args:
+            model: not quantised yet.
+            device: where all of it goes; None: it stays where it is.
+        """
+        place = None if device is None else torch.device(device)
+        quantize_blocks(model, self.config.model.quantize or "fp8", place)
+        return model if place is None else model.to(place)
+
+    def fit(self, train_dataloader: Stream | DataLoader[Any] | None = None, *, resume: str | None = None) -> Outcome:
         """Train to the end. Now: `qie-train`, or `qie.train(config, checkpoint, stream, accelerator)`.
 
         Args:
-            train_dataloader: a stream; None for what the configuration says. DataLoaders of other datasets are refused.
+            train_dataloader: of `loader`; or a stream; None for what the configuration says. Other DataLoaders are
+                refused.
             resume: "latest", or a checkpoint.
         """
-        if train_dataloader is not None and not isinstance(train_dataloader, Stream):
-            raise no_loader(train_dataloader, "a stream: qie.open_stream, or nothing")
-        self._require_frozen()
         self._run = None
-        stream = train_dataloader or self.stream
+        stream = self.stream if train_dataloader is None else self.accelerator_prepare(train_dataloader)
+        self._require_frozen()
         self.outcome = train(self.config, self.checkpoint, stream, self._accelerated(), resume=resume)
         self.accelerator, self._stream = None, None  # the loop ended what they are made of
         return self.outcome
 
     def training_step(self, batch: Batch) -> torch.Tensor:
-        """The loss of a batch, to be given to `accelerator.backward`. Now: `qie.train`, or `Objective.loss`."""
+        """The loss of a batch, to be given to `accelerator.backward`. Now: `qie.train`, or `Objective.loss`.
+
+        Cached rows and rows that are encoded live are one kind of batch.
+        """
         if not isinstance(batch, Batch):
-            raise UsageError("this is no batch of qie", expected="one of a stream", found=type(batch).__name__)
+            raise UsageError(
+                "this is no batch of qie",
+                found=type(batch).__name__,
+                hint="loop over trainer.stream, or over what trainer.accelerator_prepare(train_dataloader) gives",
+            )
         run = self._running()
         run.taken += 1
         return run.objective.loss(run.trainee.model, batch, run.taken - 1)
+
+    _training_step_cached = _training_step_compute = training_step
 
     def save_lora(self, save_path: str | Path) -> None:
         """Write the adapter that is trained, or was trained last, into a folder. Now: it is in every checkpoint."""
@@ -170,14 +390,12 @@ class QwenImageEditTrainer(CachingTrainer):
         """
         if adapter_name is not None:
             ignored("adapter_name", "model.adapters in the configuration, for further adapters")
-        if self._run is not None:
-            raise UsageError("the adapter is there already", hint="call load_lora before set_lora")
         section = self.config.model.lora
         if section is None:
             raise UsageError("all weights are trained: there is no adapter", where="model.lora")
         lora = section.model_copy(update={"continue_from": str(find_adapter(Path(pretrained_weight)))})
         model = self.config.model.model_copy(update={"lora": lora})
-        self.config, self._painter = self.config.model_copy(update={"model": model}), None
+        self.config = self.config.model_copy(update={"model": model})
 
     def merge_lora(self, output: str | Path | None = None) -> None:
         """Merge the adapter into the transformer: in memory, or from the last checkpoint into the folder `output`.
@@ -205,6 +423,110 @@ class QwenImageEditTrainer(CachingTrainer):
         reporter = Reporter(run.config, run.checkpoint, run.stream, run.accelerator, resumed=False)
         return run.save(lambda: reporter.report(run.step, ended=False))
 
+    # Generation
+
+    def setup_predict(self) -> None:
+        """Make ready to paint, with the adapter of `load_lora`, which is `model.lora.continue_from`.
+
+        Weights are loaded by the first `predict`. Now: `painter = qie.open_painter(config, lora)`.
+        """
+        lora = self.config.model.lora
+        self._painter = open_painter(self.config, lora.continue_from if lora else None)
+
+    def predict(
+        self,
+        prompt_image: object,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] | None = "",
+        num_inference_steps: int = 20,
+        true_cfg_scale: float = 4.0,
+        image_latents: torch.Tensor | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        prompt_embeds_mask: torch.Tensor | None = None,
+        weight_dtype: torch.dtype | None = None,
+        *,
+        seed: int = 0,
+    ) -> Pictures:
+        """Edited images, a list that is an array, too. Now: `painter.paint(images, prompt, steps=, cfg=, seed=)`.
+
+        Args:
+            prompt_image: an image of PIL, an array [H, W, 3] of uint8, or a path. With several prompts, one for each of
+                them; with one prompt, all of its controls.
+            prompt: one, or several for several results.
+            negative_prompt: one, or one for each prompt. Empty guides away from the null prompt; None does without
+                guidance, in half the time.
+            true_cfg_scale: of guidance; 1 and below does without.
+            image_latents, prompt_embeds, prompt_embeds_mask: refused. Now: `qie.predict.paint_scene`.
+            weight_dtype: ignored. Now: `cache.compute_dtype`.
+            seed: of the noise.
+
+        Raises:
+            UsageError: something is no image or no prompt, their numbers do not fit, or tensors are given.
+        """
+        if any(given is not None for given in (image_latents, prompt_embeds, prompt_embeds_mask)):
+            raise UsageError("predict takes images and prompts, no tensors", hint="qie.predict.paint_scene takes both")
+        if weight_dtype is not None:
+            ignored("weight_dtype", "cache.compute_dtype in the configuration")
+        scenes = self._scenes(prompt_image, prompt)
+        against = [negative_prompt] * len(scenes) if negative_prompt is None else _texts(negative_prompt)
+        against = against * len(scenes) if len(against) == 1 else against
+        if len(against) != len(scenes):
+            raise UsageError("several negative prompts need a prompt each", expected=len(scenes), found=len(against))
+        if self._painter is None:
+            self.setup_predict()
+        assert self._painter is not None
+        painted = Pictures()
+        for (images, text), negative in zip(scenes, against, strict=True):
+            cfg = 1.0 if negative is None else true_cfg_scale
+            told: dict[str, Any] = {"steps": num_inference_steps, "cfg": cfg, "seed": seed}
+            painted.append(self._painter.paint(images, text, negative_prompt=negative or NULL_PROMPT, **told))
+        return painted
+
+    def encode_prompt(
+        self, prompt: str | Sequence[str], image: object, device: torch.device | str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings [B, L, D], padded with zeros, and their mask [B, L]. Now: `encoder.embed(images, prompt)`.
+
+        Args:
+            prompt: one or several.
+            image: see `predict`.
+            device: where the outcome goes; the encoder computes on `cache.text_encoder_device`.
+        """
+        embeds = [self.encoder.embed(images, text) for images, text in self._scenes(image, prompt)]
+        padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
+        lengths = torch.tensor([len(embed) for embed in embeds])
+        mask = (torch.arange(padded.shape[1])[None] < lengths[:, None]).long()
+        return padded.to(device), mask.to(device or padded.device)
+
+    encode_prompt_image_embedding = encode_prompt
+
+    def decode_vae_latent(self, latents: torch.Tensor) -> Pixels:
+        """Latents as shards hold them, [C, 1, H, W] or [B, C, 1, H, W], to pixels: [8H, 8W, 3] or [B, 8H, 8W, 3] uint8.
+
+        Now: the VAE of diffusers, `qie.predict.load_vae`, fed with z · std + mean.
+        """
+        if latents.ndim not in (4, 5) or latents.shape[-3] != 1:
+            found = list(latents.shape)
+            raise UsageError("these are no latents", expected="[C, 1, H, W] or [B, C, 1, H, W]", found=found)
+        vae, batch = self.vae, latents if latents.ndim == 5 else latents[None]
+        mean, std = (
+            torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        with torch.inference_mode():
+            pixels = vae.decode(batch.to(vae.device, vae.dtype) * std + mean, return_dict=False)[0][:, :, 0]
+        decoded = (VaeImageProcessor().postprocess(pixels, output_type="np") * 255).round().astype(np.uint8)
+        return decoded if latents.ndim == 5 else decoded[0]  # type: ignore[no-any-return]
+
+    def _scenes(self, images: object, prompt: str | Sequence[str]) -> list[tuple[list[Image.Image], str]]:
+        """The controls of each prompt."""
+        given, prompts = pictures(images, self.config.data.background), _texts(prompt)
+        if isinstance(prompt, str):
+            return [(given, prompt)]
+        if len(given) != len(prompts):
+            raise UsageError("several prompts need an image each", expected=len(prompts), found=len(given))
+        return [([image], text) for image, text in zip(given, prompts, strict=True)]
+
     def _adapter(self) -> Path:
         """Of the last checkpoint."""
         return find_adapter(self.outcome.checkpoint if self.outcome else Path(self.config.train.output_dir))
@@ -223,3 +545,18 @@ class QwenImageEditTrainer(CachingTrainer):
         if self._run is None:
             raise UsageError("there is no model in training", hint="call set_lora first, or fit for all of it")
         return self._run
+
+
+def _texts(given: str | Sequence[str]) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise UsageError("this is no prompt", expected="a text, or several", found=type(given).__name__)
+    return list(texts)
+
+
+def _no_loader(given: object, expected: str) -> UsageError:
+    """What is wrong with a DataLoader where `expected` is taken."""
+    hint = "section data of the configuration says how rows are dealt into batches"
+    return UsageError(
+        "loaders of other libraries are not taken", expected=expected, found=type(given).__name__, hint=hint
+    )

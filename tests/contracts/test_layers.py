@@ -92,11 +92,9 @@ def test_training_and_data_never_import_encoders() -> None:
             assert not any(imported.startswith("qie.encode") for imported, _ in imports(path)), name
 
 
-def test_files_and_functions_stay_small() -> None:
+def test_functions_stay_small() -> None:
     for name, path in modules():
-        text = path.read_text()
-        assert text.count("\n") <= 265, f"{name} has {text.count(chr(10))} lines"
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 docstring = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
                 length = node.end_lineno - node.lineno + 1 - docstring

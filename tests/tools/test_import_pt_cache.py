@@ -7,6 +7,7 @@ releases before: src/data/cache_manager.py.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -349,18 +350,33 @@ def test_a_cache_without_null_prompts_trains_where_no_caption_is_dropped(
     tool, tiny_edit: Path, encoder, photos: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the first releases left it: four tensors a row."""
-    sample = encoder.encode(open_source(photos).read(0))
+    row = open_source(photos).read(0)
+    sample = encoder.encode(row)
+    target, control = (next((photos / part).glob(f"{row.name}.*g")) for part in ("training_images", "control_images"))
+    named = {  # as `EmbeddingCacheManager._get_file_hash` of those releases names them
+        kind: hashlib.md5(f"{path}_{path.stat().st_mtime}_{prompt}".encode()).hexdigest()
+        for kind, path, prompt in (
+            ("pixel_latent", target, ""),
+            ("control_latent", control, ""),
+            ("prompt_embed", target, row.prompt),
+            ("prompt_embeds_mask", target, row.prompt),
+        )
+    }
     for kind, values in tensors(sample).items():
         folder = tmp_path / "cache" / BEFORE.get(kind, kind)
         folder.mkdir(parents=True)  # a later release opened it, too
         if not kind.startswith("empty"):
-            torch.save(values, folder / "a.pt")
+            torch.save(values, folder / f"{named[folder.name]}.pt")
     sizes = [f"{8 * width}x{8 * height}" for height, width in (sample.shape.target, *sample.shape.controls)]
     size = ("--size", sizes[0], "--control-size", sizes[1])
-    assert tool(tmp_path / "cache", "--output", tmp_path / "new", *size) == 0, capsys.readouterr().err
-    assert "no null prompt in 1 of 1 rows: train with data.caption_dropout_rate: 0" in capsys.readouterr().err
+    assert tool(tmp_path / "cache", "--output", tmp_path / "new", *size, "--dataset", photos) == 1
+    said = capsys.readouterr()
+    assert "no null prompt in 1 of 12 rows: train with data.caption_dropout_rate: 0" in said.err
+    assert said.out.startswith("1 of 12 rows imported, 11 refused")
     [one] = imported(tmp_path / "new")
-    assert len(one.empty_prompt_embed) == 0
+    assert len(one.empty_prompt_embed) == 0 and one.prompt == sample.prompt
+    assert tool(tmp_path / "cache", "--output", tmp_path / "no", *size, "--dataset", tmp_path) == 2
+    assert "this is no dataset of qwen-image-finetune" in capsys.readouterr().err
     assert summarise(published(tmp_path / "new"), verify=True).faults == []
     read = [sys.executable, ROOT / "tools" / "read_shard.py", next((tmp_path / "new").glob("*.tar")), one.key]
     assert "empty_prompt_embed " in subprocess.run(read, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,55 @@
+"""What names of the earlier programs became that have no face here. docs/migration.md has the same rows.
+
+Names of configuration keys are in `qie.config.moved`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from qie.config.moved import moved
+from qie.errors import UsageError
+
+INSTEAD = {
+    "text_encoder": "`encoder.embed(images, prompt)` of `qie.open_encoder(config)`",
+    "tokenizer": "`encoder.embed(images, prompt)` of `qie.open_encoder(config)`",
+    "processor": "`encoder.embed(images, prompt)` of `qie.open_encoder(config)`",
+    "encode_image_embedding": "`encoder.vae.encode(pixels)`, or `encoder.encode(row)`",
+    "_encode_vae_image": "`encoder.vae.encode(pixels)`, or `encoder.encode(row)`",
+    "prepare_latents": "`encoder.encode(row)` to train, `painter.paint(images, prompt)` to generate",
+    "_get_qwen_prompt_embeds": "`encode_prompt(prompt, image)`",
+    "_compute_loss": "`training_step(batch)`",
+    "EmbeddingCacheHook": "`qie.precompute.precompute`, or `qie-precompute`",
+    "save_cache_embedding": "`qie.precompute.precompute`, or `qie-precompute`",
+    "get_hash": "`encoder.recipe.key(row)`",
+}
+"""A name -> what takes its place, in the words of docs/migration.md."""
+
+
+class GoneError(UsageError, AttributeError):
+    """An attribute that is not there; as an AttributeError it also answers `hasattr` and `getattr` with a default."""
+
+
+def missing(name: str, owner: str, error: type[UsageError] = GoneError) -> UsageError:
+    """What to say of a name that `owner` does not have: what took its place, if anything did."""
+    now = f"now: {INSTEAD[name]}" if name in INSTEAD else moved(name)
+    return error(f"{owner} has no {name}", hint=f"{now}; see docs/migration.md" if now else "see docs/migration.md")
+
+
+def ignored(argument: str, now: str) -> None:
+    """Warn that an argument of the caller's caller has no meaning any more."""
+    warnings.warn(f"{argument} is ignored; now: {now}", DeprecationWarning, stacklevel=3)
+
+
+def by_keys(arguments: Mapping[str, Any], known: Mapping[str, str], owner: str) -> dict[str, Any]:
+    """Values by the configuration's keys, which are in `known` by the arguments' names.
+
+    Raises:
+        UsageError: an argument is not known; says what took its place.
+    """
+    for name in arguments:
+        if name not in known:
+            raise missing(name, owner, UsageError)
+    return {known[name]: value for name, value in arguments.items()}
