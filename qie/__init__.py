@@ -26,7 +26,7 @@ _EXPORTS = {
     "open_rows": "qie.opening",
     "open_source": "qie.data.sources",
     "open_stream": "qie.data",
-    "open_training_stream": "qie.opening",
+    "open_training_stream": "qie.streams",
     "train": "qie.training.loop",
 }
 

@@ -36,6 +36,12 @@ def file_hashes(paths: Iterable[Path]) -> dict[Path, str]:
     return {path: hashes.get(path) or memory[identities[path]] for path in paths}
 
 
+def bytes_to_hash(paths: Iterable[Path]) -> int:
+    """How many bytes `file_hashes` would read: those of files that are not remembered."""
+    memory = _recall()
+    return sum(path.stat().st_size for path in paths if _identity(path) not in memory)
+
+
 def _hash(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:

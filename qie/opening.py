@@ -1,4 +1,4 @@
-"""From a configuration to the objects that it describes: encoder, rows, batches, accelerator, painter.
+"""From a configuration to the objects that it describes: encoder, rows, accelerator, painter. Batches: `qie.streams`.
 
 Encoders are imported only where rows are encoded, and what trains only where something is trained: who trains on shards
 loads no encoder, and who fills them no accelerate.
@@ -7,24 +7,16 @@ loads no encoder, and who fills them no accelerate.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from qie.config import AdapterConfig, Config, required
-from qie.data import open_stream
-from qie.data.memory import Keep
 from qie.data.sources import Source, SourceSpec, open_source
-from qie.data.stream import Stream
 from qie.data.variants import Versions
 from qie.devices import resolve_device, resolve_dtype
-from qie.errors import RecipeMismatchError, UsageError
-from qie.paths import local_path
 from qie.pretrained import ENCODERS, Checkpoint, open_checkpoint
-from qie.recipe import Recipe
-from qie.shards.cache import ShardCache
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -85,98 +77,6 @@ def open_rows(config: Config, expected: str = "rows") -> Source:
 def versions(config: Config) -> Versions:
     """Which versions of rows are stored."""
     return Versions(config.cache.variants, config.data.augment.flip, config.data.augment.crop)
-
-
-def open_training_stream(
-    config: Config,
-    checkpoint: Checkpoint,
-    accelerator: Accelerator,
-    *shards: str,
-    progress: Callable[[int], object] = lambda done: None,
-) -> Stream:
-    """This process's batches: of `shards`, of cache.cache_dir, or of rows that are encoded live, as for qie-train.
-
-    Args:
-        checkpoint: the model that is trained.
-        accelerator: says which part of each batch is this process's.
-        shards: folders, globs or brace patterns; none for what the configuration says.
-        progress: called with the number of rows looked at while raw rows are scanned.
-
-    Raises:
-        ConfigError: neither shards nor rows are named.
-        RecipeMismatchError: the shards are of another model family.
-        UsageError: cache.write_through is set, which is a matter of two threads and for qie-train.
-    """
-    cache = config.cache
-    places = shards or ((cache.cache_dir,) if cache.use_cache and cache.cache_dir else ())
-    if places:
-        return cached_stream(config, checkpoint.family.name, accelerator, places)
-    if cache.write_through:
-        raise UsageError("cache.write_through is for qie-train", hint="precompute first: qie.precompute.precompute")
-    return live_stream(config, accelerator, open_rows(config, "shards, cache.cache_dir, or a source of rows"), progress)
-
-
-def cached_stream(config: Config, family: str, accelerator: Accelerator, places: tuple[str, ...]) -> Stream:
-    """Batches of the shards in `places`. Raises RecipeMismatchError when they are of another model family."""
-    keep = memory(config, accelerator.device)
-    stream = open_stream(places, **stream_settings(config, accelerator), **reading(config), keep=keep)
-    require_family(stream.samples.recipe, family, places)
-    return stream
-
-
-def live_stream(config: Config, accelerator: Accelerator, source: Source, progress: Callable[[int], object]) -> Stream:
-    """Batches of rows that are encoded as they come; `progress` is called with the number of rows looked at."""
-    keep = memory(config, accelerator.device)
-    live: dict[str, Any] = {"encoder": open_encoder(config), "versions": versions(config), "progress": progress}
-    return open_stream(source, keep=keep, **live, **stream_settings(config, accelerator))
-
-
-def stream_settings(config: Config, accelerator: Accelerator) -> dict[str, Any]:
-    """The arguments of `open_stream` that decide order and batches."""
-    data = config.data
-    sources = data.source if isinstance(data.source, list) else []
-    return {
-        "batch_size": data.batch_size,
-        "seed": config.train.seed,
-        "tail": data.tail,
-        "order": data.order,
-        "block_size": data.block_size,
-        "similar_lengths": data.similar_lengths,
-        "weights": {SourceSpec(part.source, part.name).title: part.weight for part in sources},
-        "validation_rows": config.validation.rows,
-        "rank": accelerator.process_index,
-        "world_size": accelerator.num_processes,
-        "prefetch": data.prefetch,
-        "threads": data.reader_threads,
-    }
-
-
-def reading(config: Config) -> dict[str, Any]:
-    """The arguments of `open_stream` that say how shards are read."""
-    cache = config.cache
-    kept_in = None if cache.local_dir is None else ShardCache(local_path(cache.local_dir), cache.local_bytes)
-    return {"verify": cache.verify, "cache": kept_in}
-
-
-def memory(config: Config, gpu: torch.device) -> Keep | None:
-    """What of the samples stays in memory; None for nothing."""
-    keep = config.cache.keep
-    devices = {"none": None, "cpu": torch.device("cpu"), "gpu": gpu}
-    if keep.latents == keep.embeds == "none":
-        return None
-    return Keep(devices[keep.latents], devices[keep.embeds], keep.budget_bytes)
-
-
-def require_family(found: Recipe, family: str, places: tuple[str, ...]) -> None:
-    """Raise RecipeMismatchError unless the shards in `places` are of the model's family."""
-    if found.family != family:
-        raise RecipeMismatchError(
-            "the shards are of another model family",
-            where=", ".join(places),
-            expected=family,
-            found=f"{found.family} (recipe {found.digest})",
-            hint="train the model that they were made for, or precompute again for this one",
-        )
 
 
 def open_accelerator(config: Config) -> Accelerator:

@@ -42,6 +42,18 @@ class Checkpoint:
     folder: Path
     family: Family
 
+    def holds(self, name: str) -> bool:
+        """Whether a component is there, with all its weights: of a download that was cut short it may not be."""
+        folder = self.folder / name
+        if name not in COMPONENT_CLASSES:
+            needed = {"tokenizer": ("tokenizer.json", "vocab.json")}.get(name, _CONFIG_FILES[name])
+            return any((folder / file).is_file() for file in needed)
+        listed = [read_json(index).get("weight_map") or {} for index in folder.glob("*.safetensors.index.json")]
+        weights = {folder / str(file) for files in listed for file in files.values()} or set(
+            folder.glob("*.safetensors")
+        )
+        return (folder / "config.json").is_file() and bool(weights) and all(path.is_file() for path in weights)
+
     def component(self, name: str) -> Path:
         """Folder of a component, known to be there and of the right class.
 
@@ -104,9 +116,14 @@ def open_checkpoint(name_or_path: str, family: str = "auto", components: tuple[s
     return checkpoint
 
 
+def content_files(folder: Path) -> list[Path]:
+    """The files that a component's `content_hash` is made of."""
+    return sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".txt", ".jinja"))
+
+
 def content_hash(folder: Path) -> str:
     """SHA-256 over a component's configuration and weight files, by name; where it lies does not count."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".txt", ".jinja"))
+    files = content_files(folder)
     hashes = file_hashes(files)
     for path in files:
         if path.name == "config.json":

@@ -181,7 +181,7 @@ try:
     main()
 except SystemExit as exit:
     assert not exit.code, exit.code
-loaded = [name for name in sys.modules if name.startswith("qie.encode") or name == "qie.predict"]
+loaded = {"qie.encode.encoder", "qie.encode.text", "qie.encode.vae", "qie.predict"} & set(sys.modules)
 assert not loaded, loaded
 """
 
@@ -214,7 +214,18 @@ def test_shards_of_another_family_are_refused(work: Path, tiny_edit_plus: Path, 
         f"train.output_dir={tmp_path}",
     ]
     result = run(train, "--config", work / "config.yaml", *arguments, code=2)
-    assert "another model family" in result.stderr
+    assert "family (model.family): edit_plus by the configuration, edit in the shards" in result.stderr
+
+
+def test_shards_of_another_recipe_are_trained_on_when_that_is_accepted_and_run_json_says_so(
+    work: Path, tmp_path: Path
+) -> None:
+    changed = ["--set", "data.text_area_px=4096", "--set", f"train.output_dir={tmp_path}", "--set", "train.max_steps=1"]
+    assert "text_area_px" in run(train, "--config", work / "config.yaml", *changed, code=2).stderr
+    assert not (tmp_path / "run.json").exists()
+    run(train, "--config", work / "config.yaml", *changed, "--accept-recipe")
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert report["accepted"] == ["text_area_px (data.text_area_px): 4096 by the configuration, None in the shards"]
 
 
 def test_an_output_that_holds_another_recipe_is_refused_and_left_alone(work: Path) -> None:

@@ -247,8 +247,11 @@ def made(tmp_path_factory: pytest.TempPathFactory, photos: Path, encoder) -> Pat
 
 @pytest.fixture
 def cached(config: Path, made: Path) -> Path:
-    """The same configuration, with shards."""
+    """The same configuration, with shards, which are trained on as they are."""
     shutil.copytree(made, config.parent / "shards")
+    settings = yaml.safe_load(config.read_text())
+    settings["cache"]["trust_published"] = True
+    config.write_text(yaml.safe_dump(settings))
     return config
 
 
@@ -335,8 +338,12 @@ def test_fit_is_qie_train_and_its_adapter_is_saved(cached: Path) -> None:
 def test_without_a_cache_rows_are_encoded_live(config: Path) -> None:
     trainer = QwenImageEditTrainer(load_config(config, ["cache.use_cache=false", "train.max_steps=1"]))
     assert trainer.fit().step == 1 and not trainer.cache_exist
-    with pytest.raises(UsageError, match="write_through"):
-        QwenImageEditTrainer(load_config(config, ["cache.use_cache=false", "cache.write_through=true"])).fit()
+
+
+def test_fit_writes_through_as_qie_train_does(config: Path, tmp_path: Path) -> None:
+    through = ["cache.write_through=true", f"cache.cache_dir={tmp_path / 'through'}", "train.max_steps=1"]
+    assert QwenImageEditTrainer(load_config(config, [*through, "validation.rows=0"])).fit().step == 1
+    assert list((tmp_path / "through").glob("*.tar"))
 
 
 def test_shards_of_another_family_are_refused(cached: Path, tiny_edit_plus: Path) -> None:

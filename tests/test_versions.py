@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 from qie.data import open_stream
 from qie.data.epoch import plan_epoch
-from qie.data.samples import LiveSamples
+from qie.data.samples import look_at_rows
 from qie.data.sources import open_source
 from qie.data.variants import Versions
 from qie.errors import QieError, RowError
@@ -175,11 +175,11 @@ def test_a_version_that_cannot_be_encoded_is_skipped_by_itself(tmp_path: Path) -
     ]
     found = ShardSet.open([tmp_path])
     assert [(entry.row, entry.variant) for entry in found.entries if entry.row == 2] == [(2, 0), (2, 2)]
-    live = LiveSamples.scan(source, Picky(), THREE)
+    live = look_at_rows(source, Picky(), THREE)
     assert [(gone.row, gone.variant, gone.reason) for gone in live.skipped] == [
         (gone.row, gone.variant, gone.reason) for gone in found.skipped
     ]
-    assert list(live.keys) == found.keys
+    assert [facts.key for facts in live.facts] == found.keys
     again = precompute(source, Picky(), tmp_path, rows=(0, 5), settings=settings)
     assert (again.shards_kept, again.encoded, len(again.skipped)) == (1, 0, 2)
 
@@ -394,7 +394,7 @@ def test_a_stream_of_versions_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_a_caption_that_went_while_training_is_an_error(tmp_path: Path) -> None:
     source = captioned(2)
-    live = LiveSamples.scan(source, StubEncoder(), THREE)
+    live = open_stream(source, encoder=StubEncoder(), versions=THREE).samples
     changed = replace(live, source=source.changed(1, more_prompts=()))
     assert changed.fetch(3).prompt == "p1"
     with pytest.raises(QieError, match="a row changed"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +14,7 @@ from qie.cli.common import Command, Progress, config_option, explained, quiet_li
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from qie.streams import Telling
     from qie.training.journal import Listener
 
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 @config_option
 @click.option("--resume", metavar="DIR|latest", help="Go on from a checkpoint as if the run had never stopped.")
 @click.option("--follow", is_flag=True, help="Train on shards that qie-precompute is still writing.")
+@click.option("--accept-recipe", is_flag=True, help="Train on shards of another recipe than the configuration's.")
 @set_option
 @quiet_option
 @explained
@@ -30,36 +32,39 @@ def main(
     config_path: str,
     resume: str | None,
     follow: bool,
+    accept_recipe: bool,
     overrides: tuple[str, ...],
     quiet: bool,
 ) -> None:
     """Train on SHARDS: folders, globs, or patterns with {000..999} braces, paths or URLs.
 
     Without SHARDS those in cache.cache_dir are used; with cache.use_cache false, or without a cache_dir, the rows of
-    data.source are encoded live.
+    data.source are encoded live. So are those that the shards lack.
 
     Ctrl-C finishes the current step, saves a checkpoint and exits with 0; go on with --resume latest.
     """
     from qie.cli.samples import open_samples
-    from qie.cli.streams import training_stream
     from qie.config import load_config
     from qie.opening import open_accelerator
     from qie.paths import local_path
     from qie.pretrained import open_checkpoint
+    from qie.stages import quick_turns
+    from qie.streams import choose, open_training_stream
     from qie.training.loop import train
 
-    config = load_config(config_path, overrides)
-    checkpoint = open_checkpoint(
-        config.model.pretrained_model_name_or_path, config.model.family, components=("transformer", "scheduler")
-    )
+    config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
+    model = config.model
+    checkpoint = open_checkpoint(model.pretrained_model_name_or_path, model.family, ("transformer", "scheduler"))
     quiet_libraries()
     accelerator = open_accelerator(config)
     main_process, sharded = accelerator.is_main_process, accelerator.distributed_type == "FSDP"
-    quiet = quiet or not main_process
+    if choose(config, shards, follow=follow).kind in ("live", "write_through"):
+        quick_turns()  # encoders work beside the training step
     with (
         _interruptible(),
-        training_stream(config, checkpoint.family.name, shards, accelerator, follow=follow, quiet=quiet) as stream,
-        Progress("training", config.train.max_steps, "steps", quiet=quiet) as progress,
+        _told(quiet or not main_process) as telling,
+        open_training_stream(config, checkpoint, accelerator, *shards, follow=follow, telling=telling) as stream,
+        Progress("training", config.train.max_steps, "steps", quiet=quiet or not main_process) as progress,
     ):
         outcome = train(
             config,
@@ -84,6 +89,27 @@ def _interruptible() -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo("interrupted: checkpoints stay; go on from the last one with --resume latest", err=True)
         sys.exit(130)
+
+
+@contextmanager
+def _told(quiet: bool) -> Iterator[Telling]:
+    """Progress while rows are looked at, and lines, of which those that matter are shown with --quiet, too."""
+    from qie.streams import Telling
+
+    with ExitStack() as bars:
+        looking: list[Progress] = []
+
+        def look(done: int, total: int) -> None:
+            if not looking:
+                looking.append(bars.enter_context(Progress("looking at", total, "rows", quiet=quiet)))
+            looking[0].at(done)
+            if done == total:
+                bars.close()
+
+        def say(line: str) -> None:
+            click.echo(line, err=True)
+
+        yield Telling(look, (lambda line: None) if quiet else say, say)
 
 
 def _listener(progress: Progress, output_dir: Path) -> Listener:

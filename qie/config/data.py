@@ -113,7 +113,16 @@ class CacheConfig(Section):
     """Shards, and the encoders that fill them."""
 
     cache_dir: Place | None = Field(None, description="qie-precompute writes here, qie-train reads here; path or URL.")
-    use_cache: bool = Field(True, description="false: qie-train encodes data.source live.")
+    use_cache: bool = Field(
+        True,
+        description="Train on the shards in cache_dir; what they lack of data.source is encoded live. false: all.",
+    )
+    trust_published: bool = Field(
+        False, description="Train on shards as they are: do not read the rows of data.source to compare them."
+    )
+    accept_recipe: bool = Field(
+        False, description="Train on shards of another recipe than this configuration's, as they are; run.json says so."
+    )
     vae_encoder_device: str = Field("auto", description="auto is the first GPU, or the CPU without one.")
     text_encoder_device: str = Field("auto", description="auto is the first GPU, or the CPU without one.")
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from qie.data.memory import Keep, KeptSamples
-from qie.data.samples import LiveSamples, RowEncoder, Samples
+from qie.data.samples import LiveSamples, RowEncoder, Samples, look_at_rows
 from qie.data.sources import Source, open_source
 from qie.data.stream import Stream
 from qie.data.variants import Versions
@@ -56,7 +56,9 @@ def open_stream(
     else:
         source = open_source(data) if isinstance(data, (str, Path)) else cast(Source, data)
         stored = None if shards is None else ShardSet.open(_several(shards), verify=verify, cache=cache)
-        samples = LiveSamples.scan(source, encoder, versions, progress, stored)
+        versions = versions or Versions()
+        known = look_at_rows(source, encoder, versions, progress, stored)
+        samples = LiveSamples(source, encoder, versions, known, stored)
         settings["threads"] = max(settings.get("threads", 2), len(encoder.stages))
     return Stream(KeptSamples(samples, keep) if keep else samples, batch_size, **settings)
 

@@ -7,11 +7,13 @@ and a run that is resumed, sees the same. Later epochs are those of any other st
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +45,7 @@ class GrowingSamples:
         alive: raises when nobody will write any more.
         current: up to which row shards are known to be what their rows are now; others may be left from an older run.
         say: told what is waited for, every half minute.
+        stop: ends whoever writes the shards for these samples alone.
     """
 
     folder: Folder
@@ -54,9 +57,19 @@ class GrowingSamples:
     alive: Callable[[], object] = lambda: None
     current: Callable[[], int] = lambda: 1 << 62
     say: Callable[[str], object] = lambda line: None
+    stop: Callable[[], object] = lambda: None
     covered: int = field(default=0, init=False)
     _parts: list[Part] = field(default_factory=list, init=False, repr=False)
     _shards: ShardSet | None = field(default=None, init=False, repr=False)
+    _closed: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._stopping = finalize(self, self.stop)  # at the latest when the interpreter ends
+
+    def close(self) -> None:
+        """Wait no longer, and stop the writer, if it writes for these samples alone."""
+        self._closed.set()
+        self._stopping()
 
     @property
     def complete(self) -> bool:
@@ -114,7 +127,7 @@ class GrowingSamples:
         """Return when there is more.
 
         Raises:
-            QieError: nothing came for `timeout_s`, or all shards came and hold no samples.
+            QieError: nothing came for `timeout_s`, all shards came and hold no samples, or the stream was closed.
         """
         started = told = time.monotonic()
         while not self.grow():
@@ -131,7 +144,8 @@ class GrowingSamples:
             if now - told > 30:
                 told = now
                 self.say(f"waiting for the shard of row {self.covered} in {self.folder}")
-            time.sleep(self.poll_s)
+            if self._closed.wait(self.poll_s):
+                raise QieError("the stream was closed while it waited for a shard", where=self.folder)
 
 
 @dataclass(eq=False)
@@ -190,6 +204,9 @@ class FollowingStream(Stream):
 
     def _wait(self) -> None:
         self._growing.wait()
+
+    def close(self) -> None:
+        self._growing.close()
 
     def _advance(self) -> None:
         self.position += 1

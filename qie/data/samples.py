@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from qie.data.sources import Source
 from qie.data.variants import Versions
-from qie.errors import QieError, RowError
+from qie.errors import QieError, RowError, ShardError
 from qie.recipe import Recipe
 from qie.shards.index import Skipped
 from qie.shards.shard_set import ShardSet
@@ -70,65 +72,130 @@ class RowEncoder(Protocol):
 
 
 @dataclass(frozen=True)
-class LiveSamples:
-    """Rows of a source that are encoded each time they are asked for.
+class RowFacts:
+    """What is known of the rows of a source before they are trained on, in their order.
 
     Attributes:
-        source, encoder, versions: the rows, what encodes them, and which versions of them there are.
         rows, numbers: of each sample, its row and which version of it.
         facts: of each sample.
         parts: of each sample, the name of its source in a mixture.
-        skipped: rows that are not among them.
+        skipped: rows that are not among the samples.
+    """
+
+    rows: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    facts: tuple[Facts, ...] = ()
+    parts: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+
+    @classmethod
+    def merged(cls, shares: Sequence[RowFacts]) -> RowFacts:
+        """The shares of several processes, in the order of rows."""
+        samples = [
+            one for share in shares for one in zip(share.rows, share.numbers, share.facts, share.parts, strict=True)
+        ]
+        skipped = sorted(
+            (gone for share in shares for gone in share.skipped), key=lambda gone: (gone.row, gone.variant)
+        )
+        return cls.of(sorted(samples, key=itemgetter(0, 1)), skipped)
+
+    @classmethod
+    def of(cls, samples: Sequence[tuple[int, int, Facts, str]], skipped: Sequence[Skipped]) -> RowFacts:
+        """The same, of each sample together."""
+        if not samples:
+            return cls(skipped=tuple(skipped))
+        rows, numbers, facts, parts = zip(*samples, strict=True)
+        return cls(rows, numbers, facts, parts, tuple(skipped))
+
+
+def look_at_rows(
+    source: Source,
+    encoder: RowEncoder,
+    versions: Versions | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+    stored: ShardSet | None = None,
+    share: slice = slice(None),
+) -> RowFacts:
+    """Read every row once, in threads, so that unusable rows and all sizes are known before training.
+
+    Only rows that `stored` does not have are decoded. One that could not be encoded when `stored` was written cannot be
+    encoded now: its content and the recipe are the same.
+
+    Args:
+        progress: called with the number of rows looked at.
+        share: which rows to look at, where several processes share the work.
+    """
+    versions = versions or Versions()
+    known = {} if stored is None else {key: position for position, key in enumerate(stored.keys)}
+    refused = {gone.key: gone.reason for gone in stored.skipped} if stored else {}
+    found: list[tuple[int, int, Facts, str]] = []
+    skipped: list[Skipped] = []
+
+    def look(row: Row) -> Facts | RowError:
+        key = encoder.recipe.key(row)
+        if stored is not None and key in known:
+            return stored.facts(known[key])
+        if key in refused:
+            return RowError(refused[key])
+        try:
+            return encoder.inspect(row)
+        except RowError as error:
+            return error
+
+    def inspect(index: int) -> list[Facts | RowError]:
+        try:
+            return [look(row) for row in versions.of(source.read(index))]
+        except RowError as error:
+            return [error]
+
+    rows = range(len(source))[share]
+    looking = Pipeline([Stage("inspect", inspect, os.cpu_count() or 1)])
+    for done, (index, looks) in enumerate(zip(rows, looking.run(rows), strict=True), start=1):
+        progress(done)
+        for number, seen in enumerate(looks):
+            name, part = source.name(index), source.part(index)
+            if isinstance(seen, RowError):
+                skipped.append(Skipped(index, name, seen.what, source=part, variant=number))
+            else:
+                found.append((index, number, seen, part))
+    return RowFacts.of(found, skipped)
+
+
+@dataclass(frozen=True, eq=False)
+class LiveSamples:
+    """Rows of a source that are encoded each time they are asked for, unless shards hold them.
+
+    Attributes:
+        source, encoder, versions: the rows, what encodes them, and which versions of them there are.
+        known: what is known of them, see `look_at_rows`.
         stored: shards in which samples are looked for before they are encoded. A key names its recipe, too, so what is
-            found is what would be encoded.
+            found is what would be encoded. A record that turns out to be damaged is encoded instead.
+        shard_rows: rows per shard, if the order is to be that of shards of all rows; see `Columns.blocks`.
+        say: told, once for each shard, of damaged records.
     """
 
     source: Source
     encoder: RowEncoder
     versions: Versions
-    rows: tuple[int, ...]
-    numbers: tuple[int, ...]
-    facts: tuple[Facts, ...]
-    parts: tuple[str, ...]
-    skipped: tuple[Skipped, ...]
+    known: RowFacts
     stored: ShardSet | None = None
-
-    @classmethod
-    def scan(
-        cls,
-        source: Source,
-        encoder: RowEncoder,
-        versions: Versions | None = None,
-        progress: Callable[[int], object] = lambda done: None,
-        stored: ShardSet | None = None,
-    ) -> LiveSamples:
-        """Read and decode every row once, in threads, so that unusable rows and all sizes are known before training."""
-        versions = versions or Versions()
-        found: list[tuple[int, int, Facts]] = []
-        skipped: list[Skipped] = []
-
-        def inspect(index: int) -> list[Facts | RowError]:
-            try:
-                return [_inspected(encoder, row) for row in versions.of(source.read(index))]
-            except RowError as error:
-                return [error]
-
-        looking = Pipeline([Stage("inspect", inspect, os.cpu_count() or 1)])
-        for index, looks in enumerate(looking.run(range(len(source)))):
-            progress(index + 1)
-            for number, look in enumerate(looks):
-                if isinstance(look, RowError):
-                    name, part = source.name(index), source.part(index)
-                    skipped.append(Skipped(index, name, look.what, source=part, variant=number))
-                else:
-                    found.append((index, number, look))
-        rows, numbers, facts = zip(*found, strict=True) if found else ((), (), ())
-        parts = tuple(source.part(row) for row in rows)
-        return cls(source, encoder, versions, rows, numbers, facts, parts, tuple(skipped), stored)
+    shard_rows: int | None = None
+    say: Callable[[str], object] = warnings.warn
+    _told: set[int] = field(default_factory=set, repr=False)
 
     @property
     def recipe(self) -> Recipe:
         return self.encoder.recipe
+
+    @property
+    def skipped(self) -> Sequence[Skipped]:
+        return self.known.skipped
+
+    @cached_property
+    def lacking(self) -> tuple[int, ...]:
+        """The rows of samples that no shard holds."""
+        pairs = zip(self.known.rows, self.known.facts, strict=True)
+        return tuple(row for row, facts in pairs if facts.key not in self._stored_at)
 
     @cached_property
     def _gates(self) -> list[threading.Semaphore]:
@@ -148,14 +215,15 @@ class LiveSamples:
 
     @cached_property
     def columns(self) -> Columns:
-        shapes = [facts.shape for facts in self.facts]
+        known, rows = self.known, np.array(self.known.rows, np.int64)
+        sources, source_names = numbered(known.parts)
         return Columns(
-            *numbered(shapes),
-            rows=np.array(self.rows, np.int64),
-            lengths=np.array([facts.tokens for facts in self.facts], np.int32),
-            sources=numbered(self.parts)[0],
-            blocks=np.zeros(len(self.rows), np.int32),
-            source_names=numbered(self.parts)[1] or ("",),
+            *numbered([facts.shape for facts in known.facts]),
+            rows=rows,
+            lengths=np.array([facts.tokens for facts in known.facts], np.int32),
+            sources=sources,
+            blocks=(rows // self.shard_rows).astype(np.int32) if self.shard_rows else np.zeros(len(rows), np.int32),
+            source_names=source_names or ("",),
         )
 
     @cached_property
@@ -163,12 +231,12 @@ class LiveSamples:
         return np.frombuffer(bytes.fromhex("".join(self.keys)), np.uint8).reshape(-1, 32)
 
     @property
-    def masked(self) -> bool:
-        return any(facts.masked for facts in self.facts)
+    def keys(self) -> list[str]:
+        return [facts.key for facts in self.known.facts]
 
     @property
-    def keys(self) -> list[str]:
-        return [facts.key for facts in self.facts]
+    def masked(self) -> bool:
+        return any(facts.masked for facts in self.known.facts)
 
     @cached_property
     def _stored_at(self) -> dict[str, int]:
@@ -178,24 +246,26 @@ class LiveSamples:
         return {key: position for position, key in enumerate(keys) if key in wanted}
 
     def fetch(self, position: int) -> Sample:
-        there = self._stored_at.get(self.facts[position].key)
-        if there is not None and self.stored is not None:
+        there = self._stored_at.get(self.known.facts[position].key)
+        if there is None or self.stored is None:
+            return self._fetch_live(position)
+        try:
             return self.stored.fetch(there)
-        versions = self.versions.of(self.source.read(self.rows[position]))
-        number = self.numbers[position]
+        except ShardError as error:
+            shard = int(self.stored.table.shards[there])
+            if shard not in self._told:
+                self._told.add(shard)
+                self.say(f"{error.what} in {error.where}: its row is encoded live, and others of this shard likewise")
+        return self._fetch_live(position)
+
+    def _fetch_live(self, position: int) -> Sample:
+        index, number = self.known.rows[position], self.known.numbers[position]
+        versions = self.versions.of(self.source.read(index))
         sample = self._encode(versions[number]) if number < len(versions) else None
-        if sample is None or sample.key != self.facts[position].key:
-            name = self.source.name(self.rows[position])
+        if sample is None or sample.key != self.known.facts[position].key:
             raise QieError(
                 "a row changed while it was trained on",
-                where=name,
+                where=self.source.name(index),
                 hint="start again: keys and plan are of the old row",
             )
         return sample
-
-
-def _inspected(encoder: RowEncoder, row: Row) -> Facts | RowError:
-    try:
-        return encoder.inspect(row)
-    except RowError as error:
-        return error

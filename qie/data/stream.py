@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class Stream(IterableDataset[Batch]):
         prefetch: batches that are prepared ahead.
         threads: how many are prepared at once.
         pinned: batches are in page-locked memory; by default when there is a GPU.
+        accepted: how the recipe of the samples differs from the configuration's, which its owner accepts; for reports.
     """
 
     samples: Samples
@@ -57,6 +58,7 @@ class Stream(IterableDataset[Batch]):
     prefetch: int = 2
     threads: int = 2
     pinned: bool = field(default_factory=torch.cuda.is_available)
+    accepted: tuple[str, ...] = ()
     epoch: int = field(default=0, init=False)
     position: int = field(default=0, init=False)
 
@@ -136,6 +138,15 @@ class Stream(IterableDataset[Batch]):
             finally:
                 for future in ahead:
                     future.cancel()
+
+    def close(self) -> None:
+        """Stop what works for the stream in the background, such as a writer of shards. No more batches may come."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def load(self, planned: PlannedBatch) -> Batch:
         """The batch of a plan's entry."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +12,10 @@ from qie.devices import resolve_dtype
 from qie.encode.images import MAX_IMAGE_PX, resampling_digest
 from qie.encode.sizes import Size
 from qie.pretrained import Checkpoint, content_hash, processor_hash
-from qie.recipe import Recipe, template_digest
+from qie.recipe import ENCODING_VERSION, Family, Recipe, template_digest
+
+HASHED = ("vae", "text_encoder", "tokenizer")
+"""Components whose files' hashes are in a recipe; of the processor it is what its configuration says."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +50,48 @@ def make_recipe(
     checkpoint: Checkpoint, options: EncoderOptions, vae_device: torch.device, text_device: torch.device
 ) -> Recipe:
     """The recipe of encoding with a checkpoint; its files are hashed, in parallel."""
-    family = checkpoint.family
-    components = [checkpoint.component(name) for name in ("vae", "text_encoder", "tokenizer")]
+    components = [checkpoint.component(name) for name in HASHED]
     with ThreadPoolExecutor() as pool:
         vae, text_encoder, tokenizer = pool.map(content_hash, components)
     return Recipe(
-        family=family.name,
+        **_chosen(checkpoint.family, options),
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=tokenizer,
         processor=processor_hash(checkpoint),
-        areas_px=() if options.buckets_px else options.areas_px or (family.area_px,),
-        buckets_px=options.buckets_px,
-        text_area_px=options.text_area_px or family.text_area_px,
-        multiple_px=options.multiple_px or family.multiple_px,
-        background=options.background,
         vae_dtype=resolve_dtype(options.compute_dtype, vae_device),
         text_dtype=resolve_dtype(options.compute_dtype, text_device),
-        template=template_digest(family),
         resampling=resampling_digest(),
-        continued=options.continued,
-        batch_size=options.batch_size,
-        compiled=options.compiled,
-        thumbnail_px=options.thumbnail_px,
     )
+
+
+def known_fields(checkpoint: Checkpoint, options: EncoderOptions) -> dict[str, Any]:
+    """The fields that the recipe has wherever rows are encoded, as far as they can be known here.
+
+    Left out are what the encoding machine decides (how its image library resizes, and precisions that are `auto`), and
+    the hashes of components that the checkpoint lacks: where models are trained on shards it needs no encoders.
+    """
+    known = _chosen(checkpoint.family, options) | {"storage_dtype": "float16", "encoding_version": ENCODING_VERSION}
+    if options.compute_dtype != "auto":
+        known |= {"vae_dtype": options.compute_dtype, "text_dtype": options.compute_dtype}
+    known |= {name: content_hash(checkpoint.component(name)) for name in HASHED if checkpoint.holds(name)}
+    if checkpoint.holds("processor"):
+        known["processor"] = processor_hash(checkpoint)
+    return known
+
+
+def _chosen(family: Family, options: EncoderOptions) -> dict[str, Any]:
+    """The fields that follow from the family and the options alone."""
+    return {
+        "family": family.name,
+        "areas_px": () if options.buckets_px else options.areas_px or (family.area_px,),
+        "buckets_px": options.buckets_px,
+        "text_area_px": options.text_area_px or family.text_area_px,
+        "multiple_px": options.multiple_px or family.multiple_px,
+        "background": options.background,
+        "template": template_digest(family),
+        "continued": options.continued,
+        "batch_size": options.batch_size,
+        "compiled": options.compiled,
+        "thumbnail_px": options.thumbnail_px,
+    }

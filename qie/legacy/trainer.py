@@ -26,11 +26,12 @@ from qie.legacy.cache import check_cache_exists
 from qie.legacy.dataset import ImageDataset, pictures
 from qie.legacy.names import GoneError, ignored, missing
 from qie.legacy.settings import changed, require_frozen
-from qie.opening import open_accelerator, open_encoder, open_painter, open_rows, open_training_stream, versions
+from qie.opening import open_accelerator, open_encoder, open_painter, open_rows, versions
 from qie.precompute import Report, Settings, precompute
 from qie.predict import Painter, free, load_vae
 from qie.pretrained import ENCODERS, Checkpoint, open_checkpoint
 from qie.recipe import NULL_PROMPT
+from qie.streams import open_training_stream
 from qie.training.export import export_adapter, find_adapter, merge_adapter
 from qie.training.loop import Outcome, train
 from qie.training.lora import save_adapter

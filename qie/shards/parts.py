@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
+from typing import TypeVar
 
 from qie.errors import ShardError
 from qie.recipe import Recipe
@@ -15,6 +17,8 @@ from qie.shards.reader import Shard, Tar
 from qie.shards.storage import published, rows_of
 from qie.shards.table import Table
 from qie.stores import File, Folder, StoreError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,21 +31,37 @@ class Part:
     skipped: tuple[Skipped, ...]
 
 
-def open_parts(indexes: Sequence[File], cache: ShardCache | None = None) -> Iterator[Part]:
-    """All shards of `indexes`, in their order.
+Blame = Callable[[File, ShardError], object]
+"""Told of an index that cannot be used, and why."""
+
+
+def open_parts(indexes: Sequence[File], cache: ShardCache | None = None, blame: Blame | None = None) -> Iterator[Part]:
+    """All shards of `indexes`, in their order; with `blame`, which is told of the others, those that can be opened.
 
     Raises:
         ShardError: an index is damaged, or a tar is missing or of another size than its index says.
     """
     for _, files in groupby(indexes, key=lambda index: index.folder.url):
         group = list(files)
-        compact = _current(group[0].folder)
+        compact = _blamed(blame, File(group[0].folder, COMPACT_NAME), partial(_current, group[0].folder))
         for compacted, run in groupby(group, key=lambda index: compact is not None and index.stem in compact[1]):
             if compacted:
                 assert compact is not None
                 yield _from_compact(*compact, list(run), cache)
             else:
-                yield from (_from_index(index, cache) for index in run)
+                for index in run:
+                    if part := _blamed(blame, index, partial(_from_index, index, cache)):
+                        yield part
+
+
+def _blamed(blame: Blame | None, index: File, opened: Callable[[], T]) -> T | None:
+    try:
+        return opened()
+    except ShardError as error:
+        if blame is None:
+            raise
+        blame(index, error)
+        return None
 
 
 def compacted(folder: Folder) -> Compact:

@@ -21,7 +21,7 @@ from qie.shards.parts import Part, open_parts, require_disjoint
 from qie.shards.reader import Shard, Tar, checked_sample
 from qie.shards.storage import find_indexes
 from qie.shards.table import PIXEL_BYTES, Columns, Table
-from qie.types import Sample
+from qie.types import Facts, Sample
 
 Verify = Literal["off", "first", "always"]
 
@@ -95,6 +95,12 @@ class ShardSet:
     @cached_property
     def keys(self) -> list[str]:
         return [self.table.key(position) for position in range(len(self))]
+
+    def facts(self, position: int) -> Facts:
+        """What its index says of a sample."""
+        shape = self.table.shape_names[self.table.shapes[position]]
+        masked = bool(self.table.masked[position])
+        return Facts(self.table.key(position), shape, int(self.table.tokens[position]), masked)
 
     @cached_property
     def entries(self) -> list[Entry]:

@@ -64,6 +64,7 @@ class RunReport:
         checkpoints: their folders' names, in their order.
         peak_memory_bytes: the most that one device held; None where that is not known.
         samples_per_s: of all processes, waiting for data included.
+        accepted: how the recipe differs from the configuration's, which the run's owner accepted.
     """
 
     base_model: str
@@ -84,6 +85,7 @@ class RunReport:
     checkpoints: tuple[str, ...]
     peak_memory_bytes: int | None
     samples_per_s: float | None
+    accepted: tuple[str, ...] = ()
 
 
 def public_config(config: Config) -> dict[str, Any]:
@@ -122,9 +124,10 @@ def read_run(folder: Path) -> RunReport:
     """
     try:
         values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        values = {"accepted": ()} | values  # runs of before there was such a thing
         values = {field.name: values[field.name] for field in fields(RunReport)}
         values["validation_losses"] = tuple((int(step), loss) for step, loss in values["validation_losses"])
-        return RunReport(**values | {name: tuple(values[name]) for name in ("devices", "checkpoints")})
+        return RunReport(**values | {name: tuple(values[name]) for name in ("devices", "checkpoints", "accepted")})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise QieError("the run's report cannot be read", where=folder / RUN_FILE, found=repr(error)) from error
 
@@ -208,6 +211,7 @@ def _facts(report: RunReport) -> dict[str, str]:
         "samples": report.samples,
         "data": _code(report.data_digest),
         "recipe": _code(report.recipe_digest),
+        "recipe, other than the configuration's": "; ".join(report.accepted),
         "devices": ", ".join(f"{count} × {_code(name)}" for name, count in Counter(report.devices).items()),
         "peak memory, bytes": _number(report.peak_memory_bytes, ",d"),
         "samples per second": _number(report.samples_per_s, ".2f"),

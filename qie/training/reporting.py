@@ -65,6 +65,7 @@ class Reporter:
             checkpoints=tuple(folder.name for folder in checkpoints(self._output_dir)),
             peak_memory_bytes=max((line["peak_memory_bytes"] for line in steps), default=None),
             samples_per_s=sum(line["samples"] for line in steps) / took if took else None,
+            accepted=self._stream.accepted,
         )
 
 

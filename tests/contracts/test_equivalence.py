@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
+from qie.config import Config
 from qie.data import open_stream
 from qie.data.sources import open_source
+from qie.data.stream import Stream
 from qie.precompute import precompute
+from qie.pretrained import open_checkpoint
 from qie.shards.shard_set import ShardSet
+from qie.streams import Telling, open_training_stream
 from qie.types import Batch
+from tests.conftest import AREA_PX
+from tests.stream.checks import spoil
 
 
 def assert_same(first: Batch, second: Batch) -> None:
@@ -70,6 +77,49 @@ def test_so_they_are_with_several_controls_a_mask_and_a_broken_row(photos: Path,
     assert ShardSet.open([tmp_path / "shards"]).masked
     assert {len(batch.control_latent) for batch in read} <= {1, 2}
     assert len({key for batch in read for key in batch.keys}) == 2, "of four rows one is broken and one is kept out"
+
+
+@pytest.fixture(scope="module")
+def whole(photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of all photographs."""
+    folder = tmp_path_factory.mktemp("whole") / "shards"
+    precompute(open_source(photos), encoder, folder, rows=(0, 12), shard_size=5)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "order"),
+    [
+        *((damage, "shuffle") for damage in ("missing", "empty", "partial", "index", "tar", "record")),
+        ("partial", "blocks"),
+    ],
+)
+def test_what_shards_lack_is_encoded_live_and_the_batches_are_those_of_whole_shards(
+    photos: Path, tiny_edit: Path, whole: Path, tmp_path: Path, damage: str, order: str
+) -> None:
+    """By the chooser that qie-train, Python and qie.legacy share, with one line that says why."""
+    data = {"source": str(photos), "area_px": AREA_PX, "allow_tiny": True, "batch_size": 2}
+    values = {
+        "model": {"pretrained_model_name_or_path": str(tiny_edit)},
+        "data": data | {"order": order, "block_size": 1},
+        "validation": {"rows": 1},
+    }
+    checkpoint, said = open_checkpoint(str(tiny_edit)), []
+
+    def training_stream(shards: Path) -> Stream:
+        config = Config.model_validate(values | {"cache": {"cache_dir": str(shards)}})
+        return open_training_stream(config, checkpoint, Accelerator(cpu=True), telling=Telling(say=said.append))
+
+    shards = Path(shutil.copytree(whole, tmp_path / "shards"))
+    spoil(shards, damage)
+    cached, mixed = training_stream(whole), training_stream(shards)
+    for one, other in zip(batches(cached, len(cached)), batches(mixed, len(cached)), strict=True):
+        assert_same(one, other)
+    assert mixed.state_dict() == cached.state_dict(), "each goes on from the other's checkpoint"
+    lines = [line for line in said if "encoded live" in line]
+    lacking = {"missing": "12 of 12 ", "empty": "12 of 12 ", "record": "a record is damaged"}.get(damage, "5 of 12 ")
+    assert len(lines) == 1 and lines[0].startswith(lacking)
+    assert "00000005-00000010" in lines[0] or damage in ("missing", "empty", "partial")
 
 
 @pytest.mark.gpu

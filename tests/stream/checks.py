@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -70,3 +71,25 @@ def epoch_after_epoch(stream: Any) -> Iterator[Batch]:
     """As a `for` loop in a training script goes through a stream, or through a DataLoader of it."""
     while True:
         yield from stream
+
+
+def spoil(shards: Path, damage: str) -> None:
+    """Damage one of the shards in a folder, the second, or all of them; `record` is only found when it is read."""
+    index = sorted(shards.glob("*-*.json"))[1]
+    tar = index.with_suffix(".tar")
+    if damage == "missing":
+        shutil.rmtree(shards)
+    elif damage == "empty":
+        shutil.rmtree(shards)
+        shards.mkdir()
+    elif damage == "partial":
+        tar.unlink()
+        index.unlink()
+    elif damage == "index":
+        index.write_bytes(index.read_bytes()[:-20])
+    elif damage == "tar":
+        tar.write_bytes(tar.read_bytes()[:-512])
+    elif damage == "record":
+        content = bytearray(tar.read_bytes())
+        content[len(content) // 2] ^= 1
+        tar.write_bytes(content)

@@ -1,0 +1,526 @@
+"""Which stream a configuration asks for: the one chooser, for qie-train, `qie.open_training_stream` and `qie.legacy`.
+
+Encoders are imported only where rows are encoded: who trains on shards loads none.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from qie.config import Config, required
+from qie.data.follow import FollowingStream, GrowingSamples
+from qie.data.memory import Keep, KeptSamples
+from qie.data.samples import LiveSamples, RowEncoder, RowFacts, Samples, look_at_rows
+from qie.data.sources import Source, SourceSpec
+from qie.data.stream import Stream
+from qie.errors import QieError, RecipeMismatchError, RowError, ShardError, SourceError, UsageError
+from qie.hashing import bytes_to_hash
+from qie.opening import encoder_options, open_encoder, open_rows, versions
+from qie.paths import local_path
+from qie.pretrained import Checkpoint, content_files
+from qie.quantities import human_bytes
+from qie.recipe import Recipe
+from qie.shards.cache import ShardCache
+from qie.shards.index import parse_stem
+from qie.shards.parts import open_parts
+from qie.shards.shard_set import ShardSet
+from qie.shards.storage import find_indexes, gaps
+from qie.stores import File, LocalFolder, StoreError, open_folder
+
+if TYPE_CHECKING:
+    from qie.precompute import Report
+    from qie.stages import Stage
+    from qie.types import Facts, Row, Sample
+
+Kind = Literal["shards", "live", "write_through", "follow"]
+
+NEEDED = "SHARDS, cache.cache_dir, or a source of rows"
+SHARD_ROWS = 64
+"""Of `qie-precompute`, if there is no shard that says otherwise."""
+TOLD_BYTES = 10**9
+"""Who hashes more than this is told: it takes seconds, or minutes from a slow disk."""
+
+KEYS = {
+    "family": "model.family",
+    "areas_px": "data.area_px",
+    "buckets_px": "data.buckets_px",
+    "text_area_px": "data.text_area_px",
+    "multiple_px": "data.multiple_px",
+    "background": "data.background",
+    "vae_dtype": "cache.compute_dtype",
+    "text_dtype": "cache.compute_dtype",
+    "continued": "cache.share_prefix",
+    "batch_size": "cache.encode_batch_size",
+    "compiled": "cache.compile",
+    "thumbnail_px": "cache.thumbnail_px",
+    "storage_dtype": "another release of qie",
+    "encoding_version": "another release of qie",
+}
+"""Which key of the configuration decides a field of the recipe; the others, the pretrained model."""
+
+
+def _nothing(*_: object) -> None:
+    """For a caller who does not listen."""
+
+
+@dataclass(frozen=True)
+class Telling:
+    """What the caller is told, in the main process.
+
+    Attributes:
+        looking: how many rows of data.source were looked at, and how many there are.
+        waiting: a line: which shard is waited for.
+        say: a line that a person should read: rows that are encoded live or left out, and why; a gap; another recipe.
+    """
+
+    looking: Callable[[int, int], object] = _nothing
+    waiting: Callable[[str], object] = _nothing
+    say: Callable[[str], object] = warnings.warn
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is trained on.
+
+    Attributes:
+        kind: `shards`, and rows encoded live for what they lack; `live` rows alone; `write_through`, live rows that
+            become shards; `follow`, shards that another process writes.
+        places: of the shards.
+        named: the caller named them, not the configuration.
+    """
+
+    kind: Kind
+    places: tuple[str, ...] = ()
+    named: bool = False
+
+
+def choose(config: Config, shards: Sequence[str] = (), *, follow: bool = False) -> Choice:
+    """What a configuration asks for, by itself: nothing is looked at.
+
+    Shards that are named come first, then cache.write_through, then cache.cache_dir unless cache.use_cache is false,
+    then live rows.
+
+    Raises:
+        UsageError: the choice does not fit --follow, or train.epochs.
+    """
+    cache = config.cache
+    configured = (cache.cache_dir,) if cache.cache_dir and cache.use_cache and not cache.write_through else ()
+    places = tuple(shards) or configured
+    kind: Kind = "follow" if follow else "shards" if places else "write_through" if cache.write_through else "live"
+    if follow and len(places) != 1:
+        raise UsageError("--follow needs one folder of shards", expected="that of qie-precompute", found=list(places))
+    if config.train.epochs and kind in ("follow", "write_through"):
+        raise UsageError(
+            "how long an epoch is will only be known when all shards are written",
+            where="train.epochs",
+            hint="give train.max_steps instead",
+        )
+    return Choice(kind, places, bool(shards))
+
+
+def open_training_stream(
+    config: Config,
+    checkpoint: Checkpoint,
+    accelerator: Accelerator,
+    *shards: str,
+    follow: bool = False,
+    telling: Telling | None = None,
+) -> Stream:
+    """This process's batches, by the rules of qie-train: see `choose`. To be closed, or used as a context manager.
+
+    Of shards, the recipe is compared with the configuration's. Where data.source can be opened, its rows decide what is
+    trained on: their samples come from the shards, by content, and what the shards lack is encoded live. The batches
+    are those of shards that hold all of them, bit for bit.
+
+    Args:
+        checkpoint: the model that is trained.
+        accelerator: says which part of each batch is this process's.
+        shards: folders, globs or brace patterns; none for what the configuration says.
+        follow: the shards are still being written.
+        telling: whom to tell; by default lines are warnings.
+
+    Raises:
+        ConfigError: neither shards nor rows are named.
+        RecipeMismatchError: the shards are of another recipe, and cache.accept_recipe is not set.
+        ShardError: shards are damaged, and without data.source nothing can take their place.
+    """
+    choice = choose(config, shards, follow=follow)
+    told = telling or Telling()
+    telling = told if accelerator.is_main_process else Telling(say=_nothing)
+    opening = _Opening(config, checkpoint, accelerator, choice, telling, told.say)
+    return getattr(opening, choice.kind)()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """The four ways to a stream, each named as its kind. `warn` tells, in any process, of what only it finds."""
+
+    config: Config
+    checkpoint: Checkpoint
+    accelerator: Accelerator
+    choice: Choice
+    telling: Telling
+    warn: Callable[[str], object]
+
+    @property
+    def where(self) -> str:
+        return ", ".join(self.choice.places)
+
+    def live(self) -> Stream:
+        source, encoder = open_rows(self.config, NEEDED), open_encoder(self.config)
+        known = self._looked_at(source, encoder, None)
+        self._tell_skipped(known, ())
+        return self._stream(LiveSamples(source, encoder, versions(self.config), known))
+
+    def shards(self) -> Stream:
+        source, why = self._source()
+        lost: list[tuple[File, ShardError]] = []
+        indexes = self._indexes(or_none=source is not None or why is not None)
+        if why is not None:
+            if not indexes:
+                raise why
+            self.telling.say(f"data.source cannot be opened here ({why.what}): the shards are trained on as they are")
+        for folder, start, stop in gaps(indexes):
+            self.telling.say(f"rows [{start}, {stop}) are missing: no shard in {folder} is of them")
+        stored = self._stored(indexes, None if source is None else lost)
+        accepted = self._compared(stored.recipe) if stored else ()
+        if source is None or (stored and (accepted or self.config.cache.trust_published)):
+            assert stored is not None
+            for _, error in lost:
+                raise error
+            return self._stream(stored, accepted)
+        return self._mixed(source, stored, indexes, lost)
+
+    def follow(self) -> Stream:
+        rows = len(
+            open_rows(self.config, "the source that qie-precompute encodes, to know how many rows there will be")
+        )
+        return self._following(GrowingSamples(open_folder(self.choice.places[0]), rows, **self._growing()))
+
+    def write_through(self) -> Stream:
+        """Rows are encoded and written in the background; the first epoch trains on them as they come."""
+        if self.accelerator.num_processes > 1:
+            raise UsageError(
+                "cache.write_through is for one process",
+                hint="with several, run qie-precompute beside them and train with --follow",
+            )
+        place = required(self.config.cache.cache_dir, "cache.cache_dir", "where cache.write_through writes")
+        writer = _Writer(self.config, open_rows(self.config, NEEDED), open_encoder(self.config), place)
+        writer.start()
+        samples = GrowingSamples(
+            open_folder(place),
+            len(writer.source),
+            **self._growing(),
+            poll_s=0.2,
+            alive=writer.alive,
+            current=lambda: writer.rows,
+            stop=writer.stop,
+        )
+        return self._following(samples)
+
+    def _source(self) -> tuple[Source | None, QieError | None]:
+        """The rows of data.source; or None, and why they cannot be opened if the configuration names any."""
+        if not self.config.data.source:
+            return None, None
+        try:
+            return open_rows(self.config), None
+        except (SourceError, StoreError) as error:
+            return None, error
+
+    def _indexes(self, *, or_none: bool) -> list[File]:
+        if or_none and not self.choice.named:
+            folder = open_folder(self.choice.places[0])
+            if isinstance(folder, LocalFolder) and not folder.root.exists():
+                return []
+        return find_indexes(self.choice.places, or_none=or_none)
+
+    def _stored(self, indexes: Sequence[File], lost: list[tuple[File, ShardError]] | None) -> ShardSet | None:
+        """The shards; with `lost`, to which the damaged ones are added, those that can be read, or None."""
+        cache = self.config.cache
+        kept_in = None if cache.local_dir is None else ShardCache(local_path(cache.local_dir), cache.local_bytes)
+        if lost is None:
+            return ShardSet(open_parts(indexes, kept_in), cache.verify)
+        parts = list(open_parts(indexes, kept_in, lambda index, error: lost.append((index, error))))
+        return ShardSet(parts, cache.verify) if any(len(part.table) for part in parts) else None
+
+    def _mixed(
+        self,
+        source: Source,
+        stored: ShardSet | None,
+        indexes: Sequence[File],
+        lost: Sequence[tuple[File, ShardError]],
+    ) -> Stream:
+        """The rows of a source, out of shards as far as these hold them."""
+        encoder: RowEncoder = _LaterEncoder(self.config, stored.recipe) if stored else open_encoder(self.config)
+        known = self._looked_at(source, encoder, stored)
+        if stored and not known.facts:
+            reason = known.skipped[0].reason if known.skipped else "it has no rows"
+            self.telling.say(
+                f"no row of data.source can be read here ({reason}): the shards are trained on as they are"
+            )
+            return self._stream(stored)
+        names = [rows for index in indexes if (rows := parse_stem(index.stem))]
+        size = max((stop - start for start, stop in names), default=SHARD_ROWS)
+        samples = LiveSamples(source, encoder, versions(self.config), known, stored, size, self.warn)
+        self._tell_skipped(known, [(gone.row, gone.variant) for gone in stored.skipped] if stored else ())
+        self._tell_mixed(samples, lost)
+        return self._stream(samples)
+
+    def _tell_skipped(self, known: RowFacts, before: Sequence[tuple[int, int]]) -> None:
+        """Of the rows that are in no batch those that the shards did not leave out already."""
+        for row in known.skipped:
+            if (row.row, row.variant) not in before:
+                self.telling.say(f"skipped row {row.row} ({row.name}): {row.reason}")
+
+    def _tell_mixed(self, samples: LiveSamples, lost: Sequence[tuple[File, ShardError]]) -> None:
+        """One line on what is encoded live and why, one on what of the shards is of no use."""
+        total, lacking, stored = len(samples.known.facts), samples.lacking, samples.stored
+        held = (
+            0
+            if stored is None
+            else len({bytes(key) for key in stored.digests} & {bytes(key) for key in samples.digests})
+        )
+        if stored is not None and not held and self.choice.named:
+            raise UsageError(
+                "the shards hold no row of data.source, as it is now",
+                where=self.where,
+                found=f"{len(stored)} samples of other rows",
+                hint="name its shards; or train on these as they are: --set cache.trust_published=true",
+            )
+        if lacking:
+            found = "there are no shards" if stored is None and not lost else f"the shards in {self.where} lack them"
+            faults = "; ".join(f"{index}: {error.what}" for index, error in lost[:3])
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            why = f"{found}, {len(lost)} of which cannot be read ({faults}{more})" if lost else found
+            self.telling.say(f"{len(lacking)} of {total} samples are encoded live: {why}")
+        if stored is not None and (others := len({bytes(key) for key in stored.digests}) - held):
+            self.telling.say(f"{others} samples of the shards are of no row of data.source, as it is now: left out")
+
+    def _looked_at(self, source: Source, encoder: RowEncoder, stored: ShardSet | None) -> RowFacts:
+        """What is known of the rows; each process looks at its share of them."""
+        rank, world, total = self.accelerator.process_index, self.accelerator.num_processes, len(source)
+
+        def progress(done: int) -> object:
+            return self.telling.looking(min(done * world, total), total)
+
+        share = slice(rank, None, world)
+        if world == 1:
+            return look_at_rows(source, encoder, versions(self.config), progress, stored)
+        try:
+            mine: RowFacts | QieError = look_at_rows(source, encoder, versions(self.config), progress, stored, share)
+        except QieError as error:  # the others wait for this process: all raise it
+            mine = error
+        shares: list[RowFacts | QieError] = gather_object([mine])
+        for part in shares:
+            if isinstance(part, QieError):
+                raise part
+        return RowFacts.merged([part for part in shares if isinstance(part, RowFacts)])
+
+    def _compared(self, found: Recipe) -> tuple[str, ...]:
+        """How the recipe of shards differs from the configuration's, which its owner accepts.
+
+        Raises:
+            RecipeMismatchError: it differs, and cache.accept_recipe is not set.
+        """
+        expected = self._expected()
+        differing = tuple(
+            f"{name} ({KEYS.get(name, 'model.pretrained_model_name_or_path')}): {_short(value)} by the configuration, "
+            f"{_short(getattr(found, name))} in the shards"
+            for name, value in expected.items()
+            if getattr(found, name) != value
+        )
+        if not differing:
+            return ()
+        if self.config.cache.accept_recipe:
+            self.telling.say(f"the shards are of another recipe, which is accepted: {'; '.join(differing)}")
+            return differing
+        other = "model family" if found.family != expected["family"] else "recipe than the configuration describes"
+        raise RecipeMismatchError(
+            f"the shards are of another {other}",
+            where=self.where,
+            expected="what qie-precompute would write by this configuration",
+            found="; ".join(differing),
+            hint="correct the configuration, or precompute again into another folder; to train on these shards as they "
+            "are: --accept-recipe",
+        )
+
+    def _expected(self) -> dict[str, Any]:
+        """What the recipe should be, as far as this machine can know it. One process of a machine hashes, the others
+        remember."""
+        from qie.encode.options import HASHED, known_fields
+
+        first = self.accelerator.is_local_main_process
+        if not first:
+            self.accelerator.wait_for_everyone()
+        try:
+            folders = [self.checkpoint.folder / name for name in HASHED if self.checkpoint.holds(name)]
+            size = bytes_to_hash([file for folder in folders for file in content_files(folder)])
+            if first and size > TOLD_BYTES:
+                self.telling.say(
+                    f"comparing the encoders in {self.checkpoint.folder} with the shards': {human_bytes(size)} are "
+                    "hashed once and remembered"
+                )
+            return known_fields(self.checkpoint, encoder_options(self.config))
+        finally:
+            if first:
+                self.accelerator.wait_for_everyone()
+
+    def _growing(self) -> dict[str, Any]:
+        cache = self.config.cache
+        kept_in = None if cache.local_dir is None else ShardCache(local_path(cache.local_dir), cache.local_bytes)
+        return {
+            "verify": cache.verify,
+            "cache": kept_in,
+            "timeout_s": cache.follow_timeout_s,
+            "say": self.telling.waiting,
+        }
+
+    def _following(self, samples: GrowingSamples) -> Stream:
+        try:
+            stream = FollowingStream(samples, **stream_settings(self.config, self.accelerator))
+            stream.accepted = self._compared(samples.recipe)
+        except BaseException:
+            samples.close()
+            raise
+        return stream
+
+    def _stream(self, samples: Samples, accepted: tuple[str, ...] = ()) -> Stream:
+        keep = memory(self.config, self.accelerator.device)
+        settings = stream_settings(self.config, self.accelerator)
+        if isinstance(samples, LiveSamples) and samples.lacking:
+            settings["threads"] = max(settings["threads"], len(samples.encoder.stages))
+        return Stream(KeptSamples(samples, keep) if keep else samples, **settings, accepted=accepted)
+
+
+class _LaterEncoder:
+    """The encoder of a configuration under the recipe of shards, opened when the first row has to be encoded.
+
+    What the configuration leaves open, a precision that is `auto`, is as in the shards.
+    """
+
+    def __init__(self, config: Config, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._config = config
+        self._encoder: RowEncoder | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        return self._opened().stages
+
+    def inspect(self, row: Row) -> Facts:
+        return self._opened().inspect(row)
+
+    def encode(self, row: Row) -> Sample:
+        return self._opened().encode(row)
+
+    def encode_together(self, rows: Sequence[Row]) -> list[Sample | RowError]:
+        return self._opened().encode_together(rows)
+
+    def _opened(self) -> RowEncoder:
+        with self._lock:
+            if self._encoder is None:
+                cache = self._config.cache
+                if cache.compute_dtype == "auto" and self.recipe.vae_dtype == self.recipe.text_dtype:
+                    cache = cache.model_copy(update={"compute_dtype": self.recipe.vae_dtype})
+                encoder = open_encoder(self._config.model_copy(update={"cache": cache}))
+                self.recipe.require_equal(
+                    encoder.recipe, "the encoder of this machine", "encode the missing rows where the shards were made"
+                )
+                self._encoder = encoder
+            return self._encoder
+
+
+@dataclass(eq=False)
+class _Writer:
+    """Encodes and writes the rows of a source in a thread, until all are written or it is stopped.
+
+    Attributes:
+        rows: how many rows of the source are in shards and are what they are now.
+    """
+
+    config: Config
+    source: Source
+    encoder: RowEncoder
+    place: str
+    rows: int = 0
+    _failures: list[BaseException] = field(default_factory=list)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._write, name="qie-write-through", daemon=True)
+        self._thread.start()
+
+    def alive(self) -> None:
+        """Raise what ended the writer, if it failed."""
+        if self._failures:
+            raise self._failures[0]
+
+    def stop(self) -> None:
+        """Return when it has stopped, at the latest behind the rows that are being encoded."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _write(self) -> None:
+        from qie.precompute import Settings, precompute
+
+        chosen = Settings(versions=versions(self.config))
+        try:
+            precompute(
+                self.source,
+                self.encoder,
+                self.place,
+                rows=(0, len(self.source)),
+                settings=chosen,
+                progress=self._count,
+            )
+        except BaseException as error:  # raised by whoever waits for shards
+            self._failures.append(error)
+
+    def _count(self, report: Report) -> None:
+        self.rows = report.rows
+        if self._stopped.is_set():
+            raise QieError("the writer was stopped", where=self.place)
+
+
+def stream_settings(config: Config, accelerator: Accelerator) -> dict[str, Any]:
+    """The fields of a `Stream` that decide order and batches."""
+    data = config.data
+    sources = data.source if isinstance(data.source, list) else []
+    return {
+        "batch_size": data.batch_size,
+        "seed": config.train.seed,
+        "tail": data.tail,
+        "order": data.order,
+        "block_size": data.block_size,
+        "similar_lengths": data.similar_lengths,
+        "weights": {SourceSpec(part.source, part.name).title: part.weight for part in sources},
+        "validation_rows": config.validation.rows,
+        "rank": accelerator.process_index,
+        "world_size": accelerator.num_processes,
+        "prefetch": data.prefetch,
+        "threads": data.reader_threads,
+    }
+
+
+def memory(config: Config, gpu: torch.device) -> Keep | None:
+    """What of the samples stays in memory; None for nothing."""
+    keep = config.cache.keep
+    devices = {"none": None, "cpu": torch.device("cpu"), "gpu": gpu}
+    if keep.latents == keep.embeds == "none":
+        return None
+    return Keep(devices[keep.latents], devices[keep.embeds], keep.budget_bytes)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text[:12] + "…" if len(text) == 64 else text

@@ -1,0 +1,260 @@
+"""Which stream a configuration asks for, and what is said where shards are not what it describes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+
+import qie
+from qie.config import load_config
+from qie.data.sources import open_source
+from qie.errors import QieError, RecipeMismatchError, UsageError
+from qie.precompute import precompute
+from qie.shards.shard_set import ShardSet
+from qie.streams import Choice, Telling, choose, open_training_stream
+from tests.conftest import AREA_PX, ROOT
+from tests.stream.checks import all_facts, spoil
+
+
+@pytest.fixture(scope="module")
+def whole(photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of all photographs."""
+    folder = tmp_path_factory.mktemp("whole") / "shards"
+    precompute(open_source(photos), encoder, folder, rows=(0, 12), shard_size=5)
+    return folder
+
+
+@pytest.fixture
+def shards(whole: Path, tmp_path: Path) -> Path:
+    """The same, to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "shards"))
+
+
+@pytest.fixture
+def settings(tiny_edit: Path, photos: Path, tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model.pretrained_model_name_or_path": str(tiny_edit),
+        "data.source": str(photos),
+        "data.area_px": AREA_PX,
+        "data.allow_tiny": True,
+        "data.batch_size": 2,
+        "cache.cache_dir": str(tmp_path / "shards"),
+        "validation.rows": 1,
+        "train.output_dir": str(tmp_path / "run"),
+    }
+
+
+def config_of(tmp_path: Path, settings: dict[str, Any]) -> qie.Config:
+    (tmp_path / "config.yaml").write_text("model: {pretrained_model_name_or_path: model}")
+    return load_config(str(tmp_path / "config.yaml"), [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+
+
+def opened(tmp_path: Path, settings: dict[str, Any], *named: str) -> tuple[qie.Stream, list[str]]:
+    """The stream, and what is said."""
+    said: list[str] = []
+    config = config_of(tmp_path, settings)
+    components = ("transformer", "scheduler")
+    checkpoint = qie.open_checkpoint(config.model.pretrained_model_name_or_path, components=components)
+    stream = open_training_stream(config, checkpoint, Accelerator(cpu=True), *named, telling=Telling(say=said.append))
+    return stream, said
+
+
+# The table
+
+
+@pytest.mark.parametrize(
+    ("shards", "cache", "follow", "expected"),
+    [
+        (("a", "b"), {}, False, Choice("shards", ("a", "b"), True)),
+        (("a",), {"use_cache": False, "write_through": True}, False, Choice("shards", ("a",), True)),
+        ((), {"cache_dir": "c"}, False, Choice("shards", ("c",))),
+        ((), {"cache_dir": "c", "use_cache": False}, False, Choice("live")),
+        ((), {}, False, Choice("live")),
+        ((), {"cache_dir": "c", "write_through": True}, False, Choice("write_through")),
+        ((), {"cache_dir": "c", "write_through": True, "use_cache": False}, False, Choice("write_through")),
+        (("a",), {"cache_dir": "c"}, True, Choice("follow", ("a",), True)),
+        ((), {"cache_dir": "c"}, True, Choice("follow", ("c",))),
+        (("a", "b"), {}, True, "one folder"),
+        ((), {"cache_dir": "c", "use_cache": False}, True, "one folder"),
+    ],
+)
+def test_named_shards_then_write_through_then_the_cache_then_live_rows(
+    tmp_path: Path, shards: tuple[str, ...], cache: dict[str, Any], follow: bool, expected: Choice | str
+) -> None:
+    config = config_of(tmp_path, {f"cache.{name}": value for name, value in cache.items()})
+    if isinstance(expected, str):
+        with pytest.raises(UsageError, match=expected):
+            choose(config, shards, follow=follow)
+    else:
+        assert choose(config, shards, follow=follow) == expected
+
+
+# Shards of another recipe
+
+CHANGES = {
+    "area": ({"data.area_px": 4096}, "areas_px (data.area_px): (4096,) by the configuration, (16384,) in the shards"),
+    "buckets": ({"data.area_px": None, "data.buckets_px": [[128, 128]]}, "buckets_px (data.buckets_px): ((128, 128),)"),
+    "text area": ({"data.text_area_px": 4096}, "text_area_px (data.text_area_px): 4096"),
+    "multiple": ({"data.multiple_px": 16}, "multiple_px (data.multiple_px): 16"),
+    "background": ({"data.background": "#000000"}, "background (data.background): #000000"),
+    "dtype": ({"cache.compute_dtype": "bfloat16"}, "vae_dtype (cache.compute_dtype): bfloat16"),
+    "prefix": ({"cache.share_prefix": True}, "continued (cache.share_prefix): True"),
+    "batch": ({"cache.encode_batch_size": 2}, "batch_size (cache.encode_batch_size): 2"),
+    "compiled": ({"cache.compile": True}, "compiled (cache.compile): True"),
+    "thumbnail": ({"cache.thumbnail_px": 96}, "thumbnail_px (cache.thumbnail_px): 96"),
+}
+
+
+@pytest.mark.parametrize(("changes", "named"), CHANGES.values(), ids=CHANGES)
+def test_of_shards_of_another_recipe_each_field_is_named(
+    tmp_path: Path, shards: Path, settings: dict[str, Any], changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(RecipeMismatchError) as error:
+        opened(tmp_path, settings | changes)
+
+    assert named in str(error.value) and "--accept-recipe" in str(error.value)
+    stream, said = opened(tmp_path, settings | changes | {"cache.accept_recipe": True})
+    assert any(named in line for line in stream.accepted) and named in said[-1]
+    assert isinstance(stream.samples, ShardSet) and stream.samples.recipe.areas_px == (AREA_PX,)
+
+
+def test_several_differing_fields_are_one_error(tmp_path: Path, shards: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(RecipeMismatchError) as error:
+        opened(tmp_path, settings | {"data.area_px": 4096, "cache.share_prefix": True})
+    assert "areas_px" in str(error.value) and "continued" in str(error.value) and "vae_dtype" not in str(error.value)
+
+
+@pytest.mark.parametrize("component", ["vae", "text_encoder", "tokenizer", "processor"])
+def test_encoders_of_another_content_are_named_and_those_that_are_not_here_are_not_compared(
+    tmp_path: Path, shards: Path, settings: dict[str, Any], tiny_edit: Path, component: str
+) -> None:
+    model = Path(shutil.copytree(tiny_edit, tmp_path / "model"))
+    settings |= {"model.pretrained_model_name_or_path": str(model)}
+    changed = (
+        model
+        / component
+        / {"processor": "preprocessor_config.json", "tokenizer": "tokenizer_config.json"}.get(component, "config.json")
+    )
+    changed.write_text(json.dumps(json.loads(changed.read_text()) | {"other": 1}))
+
+    with pytest.raises(RecipeMismatchError) as error:
+        opened(tmp_path, settings)
+    assert f"{component} (model.pretrained_model_name_or_path)" in str(error.value)
+
+    shutil.rmtree(model / component)
+    stream, said = opened(tmp_path, settings)
+    assert (len(stream.samples.digests), stream.accepted, said) == (12, (), [])
+
+
+def test_weights_that_are_here_in_part_are_not_compared(
+    tmp_path: Path, shards: Path, settings: dict[str, Any], tiny_edit: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_edit, tmp_path / "model"))
+    (model / "vae" / "x.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    opened(tmp_path, settings | {"model.pretrained_model_name_or_path": str(model)})
+
+
+# Shards that do not hold what the source says today
+
+
+def test_a_changed_caption_is_encoded_live_and_its_old_sample_is_left_out(
+    tmp_path: Path, photos: Path, shards: Path, settings: dict[str, Any], encoder
+) -> None:
+    rows = Path(shutil.copytree(photos, tmp_path / "rows"))
+    caption = sorted(rows.rglob("*.txt"))[3]
+    caption.write_text("make it snow")
+    settings |= {"data.source": str(rows)}
+
+    stream, said = opened(tmp_path, settings, str(shards))
+    assert [line.partition(":")[0] for line in said] == [
+        "1 of 12 samples are encoded live",
+        "1 samples of the shards are of no row of data.source, as it is now",
+    ]
+    precompute(open_source(rows), encoder, tmp_path / "now", rows=(0, 12), shard_size=5)
+    now, nothing = opened(tmp_path, settings, str(tmp_path / "now"))
+    assert nothing == [] and all_facts(now) == all_facts(stream)
+
+    trusted, said = opened(tmp_path, settings | {"cache.trust_published": True})
+    assert said == [] and isinstance(trusted.samples, ShardSet)
+
+
+def test_named_shards_of_other_rows_are_refused(tmp_path: Path, shards: Path, settings: dict[str, Any]) -> None:
+    rows = tmp_path / "rows"
+    shutil.copytree(settings["data.source"], rows)
+    for caption in rows.rglob("*.txt"):
+        caption.write_text(f"another {caption.stem}")
+
+    with pytest.raises(UsageError, match="the shards hold no row") as error:
+        opened(tmp_path, settings | {"data.source": str(rows)}, str(shards))
+    assert "cache.trust_published" in str(error.value)
+
+
+@pytest.mark.parametrize("gone", ["all of it", "its pictures"])
+def test_where_the_source_is_not_the_shards_are_trained_on_as_they_are(
+    tmp_path: Path, shards: Path, settings: dict[str, Any], gone: str
+) -> None:
+    rows = tmp_path / "rows"
+    if gone == "its pictures":
+        shutil.copytree(settings["data.source"], rows)
+        for picture in (rows / "control_images").iterdir():
+            picture.unlink()
+
+    stream, said = opened(tmp_path, settings | {"data.source": str(rows)})
+    assert len(said) == 1 and "as they are" in said[0]
+    assert isinstance(stream.samples, ShardSet) and len(stream.samples) == 12
+
+
+# Nothing to fall back on
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "index", "tar"])
+def test_without_a_source_shards_that_cannot_be_read_are_an_error(
+    tmp_path: Path, shards: Path, settings: dict[str, Any], damage: str
+) -> None:
+    spoil(shards, damage)
+    with pytest.raises(QieError):
+        opened(tmp_path, settings | {"data.source": None})
+
+
+@pytest.mark.parametrize("name", ["gone", "00000099-00000100.tar", "{00000000-00000005,00000020-00000025}.tar"])
+def test_named_shards_have_to_be_there_though_there_is_a_source(
+    tmp_path: Path, shards: Path, settings: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(UsageError, match="no shards found"):
+        opened(tmp_path, settings, str(shards / name))
+
+
+# The writer of cache.write_through
+
+_TRAINED = """
+import sys, threading
+import qie
+from accelerate import Accelerator
+from qie.config import load_config
+config = load_config(sys.argv[1], sys.argv[3:])
+checkpoint = qie.open_checkpoint(config.model.pretrained_model_name_or_path)
+stream = qie.open_training_stream(config, checkpoint, Accelerator(cpu=True))
+print(len(next(stream.forever())))
+if sys.argv[2] == "close":
+    stream.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "qie-write-through"]
+"""
+
+
+@pytest.mark.parametrize("how", ["close", "leave"])
+def test_the_writer_of_write_through_is_stopped_with_its_stream_or_with_the_interpreter(
+    tmp_path: Path, settings: dict[str, Any], how: str
+) -> None:
+    (tmp_path / "config.yaml").write_text("model: {pretrained_model_name_or_path: model}")
+    settings |= {"cache.write_through": True, "validation.rows": 0}
+    words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    command = [sys.executable, "-c", _TRAINED, tmp_path / "config.yaml", how, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr[-2000:]
