@@ -167,6 +167,7 @@ def test_every_option_of_a_command_is_described(name: str) -> None:
 
 
 ELSEWHERE = {
+    "--array": "sbatch",
     "--gres": "sbatch",
     "--signal": "sbatch",
     "--strict": "mkdocs",
