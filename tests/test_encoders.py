@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -302,16 +304,24 @@ def test_a_hash_is_remembered_and_a_second_start_reads_nothing(
     assert file_hashes([path]) == first
 
 
-@pytest.mark.parametrize("change", ["content", "mtime", "path"])
-def test_a_file_of_another_size_mtime_or_path_is_hashed_again(memory: Path, tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("change", ["content", "mtime", "path", "renamed over it", "written within it"])
+def test_a_file_that_is_not_the_one_it_was_is_hashed_again(memory: Path, tmp_path: Path, change: str) -> None:
     import hashlib
 
     path = settled(tmp_path / "weights", b"weights")
     file_hashes([path])
+    before = path.stat()
     if change == "content":
         settled(path, b"heights!")
     elif change == "mtime":
         settled(path, b"heights", seconds_ago=30)
+    elif change == "renamed over it":  # of equal size and time, as `rsync -t` does
+        (tmp_path / "new").write_bytes(b"heights")
+        os.utime(tmp_path / "new", ns=(before.st_mtime_ns, before.st_mtime_ns))
+        (tmp_path / "new").rename(path)
+    elif change == "written within it":
+        path.write_bytes(b"heights")
+        os.utime(path, ns=(before.st_mtime_ns, before.st_mtime_ns))
     else:
         path = settled(tmp_path / "others", b"heights")
     assert file_hashes([path])[path] == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -324,7 +334,28 @@ def test_a_file_that_was_changed_just_now_is_not_remembered(memory: Path, tmp_pa
     assert not memory.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"{"])
+def test_hashes_that_are_remembered_at_once_are_all_remembered(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two components of a model are hashed by two threads, or models by two processes."""
+    paths = [settled(tmp_path / f"weights {number}", b"weights") for number in range(8)]
+    together, recall = threading.Barrier(len(paths)), qie.hashing._recall
+    waited = threading.local()
+
+    def recalled_together() -> dict[str, str]:
+        known = recall()
+        if not hasattr(waited, "once"):  # all know what is remembered before the first adds to it
+            waited.once = True
+            together.wait()
+        return known
+
+    monkeypatch.setattr(qie.hashing, "_recall", recalled_together)
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(file_hashes, [[path] for path in paths]))
+    assert {name.partition("|")[0] for name in recall()} == {str(path) for path in paths}
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"{", b"[" * 100_000, b'{"a": 1}'])
 def test_a_damaged_memory_is_forgotten(memory: Path, tmp_path: Path, content: bytes) -> None:
     memory.parent.mkdir(parents=True)
     memory.write_bytes(content)
