@@ -14,6 +14,23 @@ Every error says what is wrong and, where they are known, where, what was expect
 
 from __future__ import annotations
 
+import unicodedata
+
+_JOINERS = "\u200c\u200d"
+"""Without these two, emoji fall apart and Persian is misspelt."""
+
+
+def shown(text: str) -> str:
+    r"""Text in which what cannot be seen, steers a terminal, or turns what follows, is written as \u202e and the like.
+
+    Spaces of all kinds, line ends, and what joins letters stay.
+    """
+    return text if text.isprintable() else "".join(char if _stays(char) else repr(char)[1:-1] for char in text)
+
+
+def _stays(char: str) -> bool:
+    return char.isprintable() or char in "\n\t" or char in _JOINERS or unicodedata.category(char) == "Zs"
+
 
 class QieError(Exception):
     """A fault that is explained to the user instead of shown as a traceback.
@@ -45,10 +62,14 @@ class QieError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
+        """As it is shown: whatever a file says stands in its own fact, and steers no terminal."""
         facts = {"where": self.where, "expected": self.expected, "found": self.found, "to do": self.hint}
-        return "\n".join(
-            [self.what, *(f"  {name + ':':<10}{fact}" for name, fact in facts.items() if fact is not None)]
-        )
+        lines = [f"  {name + ':':<10}{_indented(fact, 12)}" for name, fact in facts.items() if fact is not None]
+        return "\n".join([_indented(self.what, 2), *lines])
+
+
+def _indented(fact: object, columns: int) -> str:
+    return shown(str(fact)).replace("\n", "\n" + " " * columns)
 
 
 class UsageError(QieError):

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from qie.errors import ModelError
+from qie.errors import ModelError, QieError
 from qie.hashing import file_hashes
 from qie.paths import local_path
 from qie.recipe import FAMILIES, Family, json_hash
@@ -55,10 +53,10 @@ class Checkpoint:
         return (folder / "config.json").is_file() and bool(weights) and all(path.is_file() for path in weights)
 
     def component(self, name: str) -> Path:
-        """Folder of a component, known to be there and of the right class.
+        """Folder of a component, known to be there, of the right class, and to ask for no code of its own.
 
         Raises:
-            ModelError: it is missing, or its config names another class.
+            ModelError: it is missing, its config names another class, or one of its files asks for code.
         """
         folder = self.folder / name
         configs = [folder / file for file in _CONFIG_FILES.get(name, ("config.json",))]
@@ -75,6 +73,15 @@ class Checkpoint:
         found = _class_name(read_json(config))
         if expected and found != expected:
             raise ModelError(f"the {name} is of another class", where=config, expected=expected, found=found)
+        for path in sorted(folder.glob("*config.json")):
+            for wanted in _foreign_code(read_json(path)):
+                raise ModelError(
+                    f"the {name} asks for code that is not part of an installed package",
+                    where=path,
+                    expected="weights and settings alone: qie runs no code of a model",
+                    found=wanted,
+                    hint="take the model as it was released, or remove this from the file",
+                )
         return folder
 
 
@@ -83,7 +90,9 @@ def loading(folder: Path) -> Iterator[None]:
     """Turn whatever a library raises while it loads a component from `folder` into a ModelError."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (QieError, MemoryError):
+        raise
+    except Exception as error:  # of the libraries, in whose code foreign numbers end up: ZeroDivisionError, ImportError
         raise ModelError(
             f"the {folder.name} cannot be loaded",
             where=folder,
@@ -146,7 +155,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a checkpoint. Raises ModelError when the file holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError("a file of the checkpoint cannot be read", where=path, found=error) from error
     if not isinstance(value, dict):
         raise ModelError("a file of the checkpoint is no JSON object", where=path, found=type(value).__name__)
@@ -171,6 +180,16 @@ def _family(pipeline: str | None, wanted: str, index: Path) -> Family:
             hint="set model.family to auto",
         )
     return found
+
+
+def _foreign_code(value: Any) -> Iterator[str]:
+    """Where transformers would take code from a file or a repository: classes, and kernels of attention."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for key, child in value.items() if isinstance(value, dict) else ():
+        if (key == "auto_map" and child) or (str(key).endswith("_implementation") and "/" in str(child)):
+            yield f"{key}: {child}"
+        yield from _foreign_code(child)
 
 
 def _class_name(config: dict[str, Any]) -> str | None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -587,3 +589,27 @@ def test_ctrl_c_that_a_library_made_an_error_of_is_an_interrupt(chained: bool) -
 
     result = CliRunner().invoke(command)
     assert result.exit_code == 130 and result.output.startswith("interrupted: ")
+
+
+SWALLOWED = {
+    "caught": "try:\n    interrupt()\nexcept BaseException:\n    pass",
+    "made another": "try:\n    interrupt()\nexcept BaseException:\n    raise ImportError('missing') from None",
+    "dropped by Python": "class Dying:\n    def __del__(self):\n        interrupt()\nDying()",
+}
+
+
+@pytest.mark.parametrize("module", ["yaml", "accelerate"])
+@pytest.mark.parametrize("how", SWALLOWED)
+def test_ctrl_c_while_modules_are_imported_ends_the_command(work: Path, module: str, how: str) -> None:
+    """Whatever the module that is just being imported makes of it. Yaml is imported early, accelerate behind torch."""
+    (work / "path").mkdir()
+    interrupt = "import os, signal\ndef interrupt():\n    os.kill(os.getpid(), signal.SIGINT)\n    list(range(1000))\n"
+    (work / "path" / f"{module}.py").write_text(interrupt + SWALLOWED[how] + "\nraise SystemExit('it went on')\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "qie.cli.train", *CONFIG, "shards"],
+        env=os.environ | {"PYTHONPATH": str(work / "path")},
+        cwd=work,
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")

@@ -235,6 +235,8 @@ def test_a_value_of_a_wrong_type_is_refused_by_its_key_and_shown(file: Path, key
         ("data.source.0.weight", "data: {source: [{source: a, weight: 0}]}", 0),
         ("validation.samples.0.images.1", "validation: {samples: [{prompt: x, images: [a.png, 5]}]}", 5),
         ("data.buckets_px.0.1", "data: {buckets_px: [[64, -64]]}", -64),
+        ("data.buckets_px.0", "data: {buckets_px: [[16, 16000000]]}", [16, 16000000]),
+        ("data.buckets_px.1", "data: {buckets_px: [[64, 64], [16000, 16000]]}", [16000, 16000]),
         ("data.area_px.1", "data: {area_px: [65536, 0]}", 0),
         ("logging.report_to.0", "logging: {report_to: [tensorbord]}", "tensorbord"),
     ],
@@ -271,11 +273,15 @@ def test_two_values_that_exclude_each_other_are_refused_in_words(file: Path) -> 
 @pytest.mark.parametrize(
     ("key", "values"),
     [
-        ("model.lora.r", ["0", "-1"]),
+        ("model.lora.r", ["0", "-1", "1000000000"]),
         ("model.lora.lora_dropout", ["-0.1", "1.1"]),
         ("data.batch_size", ["0"]),
         ("data.caption_dropout_rate", ["-0.01", "1.01", ".nan"]),
-        ("data.area_px", ["0", "-65536"]),
+        ("data.area_px", ["0", "-65536", "178956971", "[65536, 1000000000000000000]"]),
+        ("data.text_area_px", ["178956971"]),
+        ("data.prefetch", ["0", "1000000000"]),
+        ("data.reader_threads", ["0", "1000000000"]),
+        ("data.background", ["url(x)", "''", r'"\udc80"', "'#12345'", "rgb(1,2)"]),
         ("train.max_steps", ["0"]),
         ("train.gradient_accumulation_steps", ["0"]),
         ("train.max_grad_norm", ["0", "-1.0", ".nan"]),
@@ -660,6 +666,15 @@ validation:
         (b"5", "no sections"),
         (b"train: &a {seed: *a}", "contains itself"),
         (b"[" * 10_000, "no YAML"),
+        (
+            b"a: &0 [x]\n" + b"".join(b"b%d: &%d [%s]\n" % (n, n, b"*%d," % (n - 1) * 10) for n in range(1, 30)),
+            "no YAML",
+        ),
+        (
+            b"a: &0 {x: 1}\n" + b"".join(b"b%d: &%d {c: *%d, d: *%d}\n" % (n, n, n - 1, n - 1) for n in range(1, 60)),
+            "no YAML",
+        ),
+        (b"# " + b"x" * 2**20, "no YAML"),
     ],
 )
 def test_a_file_that_is_no_yaml_mapping_is_refused_by_its_path(file: Path, content: bytes, what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -398,3 +399,11 @@ def test_a_prompt_is_the_same_whichever_way_it_was_typed_in_a_row_and_to_generat
     assert encode(encoder.encode(one), "") == encode(encoder.encode(other), "")
     image = Image.new("RGB", (128, 96), "teal")
     assert torch.equal(encoder.embed([image], typed), encoder.embed([image], "caf\u00e9"))
+
+
+def test_a_size_of_nothing_in_a_processor_is_refused_when_it_is_opened(tiny_edit: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_edit, tmp_path / "model")
+    path = tmp_path / "model" / "processor" / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": 0}))
+    with pytest.raises(ModelError, match="the processor cannot be loaded"):
+        PromptEncoder(open_checkpoint(str(tmp_path / "model")), torch.device("cpu"), torch.float32)

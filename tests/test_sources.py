@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.sources import CONTROL_FOLDERS, IMAGE_SUFFIXES, TARGET_FOLDERS, FolderSource, Source, open_source
+from qie.data.sources import CONTROL_FOLDERS, IMAGE_SUFFIXES, TARGET_FOLDERS, FolderSource, Source, open_source, part_of
 from qie.errors import RowError, SourceError
 
 
@@ -415,7 +415,7 @@ def test_many_threads_and_other_processes_read_the_same_rows(photos: Path) -> No
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(source.read, range(12))) == alone
     copy = pickle.loads(pickle.dumps(source))
-    assert copy == source and [copy.read(index) for index in range(12)] == alone and source.part(0) == ""
+    assert copy == source and [copy.read(index) for index in range(12)] == alone and part_of(source, 0) == ""
 
 
 def test_reading_a_row_does_not_look_at_the_others(folder: Folder) -> None:

@@ -7,9 +7,13 @@ import functools
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -45,6 +49,19 @@ class Command(click.Command):
             raise click.UsageError(f"No such option: --{answer}{how}", ctx) from error
 
 
+def echo(*lines: object, err: bool = False) -> None:
+    """Print lines. All that a command prints goes through here: names and reasons come from foreign files, and nothing
+    of them may steer the terminal or look like a line of ours."""
+    for line in lines:
+        click.echo(_one_line(line), err=err)
+
+
+def _one_line(text: object) -> str:
+    from qie.errors import shown
+
+    return shown(str(text)).replace("\n", "\\n")
+
+
 def explained(command: Function) -> Function:
     """Show a QieError as a message instead of a traceback, and exit by its code; Ctrl-C exits with 130."""
 
@@ -54,16 +71,17 @@ def explained(command: Function) -> Function:
 
         quiet_imports()
         try:
-            return command(*args, **kwargs)
+            with _heard():
+                return command(*args, **kwargs)
         except QieError as error:
-            click.echo(f"error: {error}", err=True)
+            echo(*f"error: {error}".split("\n"), err=True)
             sys.exit(error.exit_code)
         except BrokenPipeError:
             # The reader of our output has left (such as `| head`); nothing of it may be flushed at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(141)
         except OSError as error:
-            click.echo(f"error: the system refuses: {error.strerror or error}\n  where:    {error.filename}", err=True)
+            echo(f"error: the system refuses: {error.strerror or error}", f"  where:    {error.filename}", err=True)
             sys.exit(2 if error.errno in PATH_ERRORS else 1)
         except KeyboardInterrupt:
             _interrupted()
@@ -75,8 +93,32 @@ def explained(command: Function) -> Function:
     return wrapper  # type: ignore[return-value]
 
 
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Ctrl-C within an import ends the process. An exception would not: modules make other errors of it, or none, and
+    Python drops it in the callbacks of its import locks. Elsewhere it is a KeyboardInterrupt, as ever."""
+
+    def on_signal(_: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+                os.write(2, b"interrupted\n")
+                os._exit(130)
+            frame = frame.f_back
+        raise KeyboardInterrupt
+
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _interrupted() -> NoReturn:
-    click.echo("interrupted: what was published stays; run the same command again to go on", err=True)
+    echo("interrupted: what was published stays; run the same command again to go on", err=True)
     sys.exit(130)
 
 
@@ -156,23 +198,23 @@ class Progress:
     def at(self, done: int, note: str = "") -> None:
         """`done` units are done; `note` stands behind the numbers."""
         if self._bar is not None:
-            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.set_postfix_str(_one_line(note), refresh=False)
             self._bar.update(done - self._bar.n)
         elif self._lines and (time.monotonic() - self._printed >= self._every_s or done == self._total != self._done):
             rate = (done - self._before) / max(time.monotonic() - self._started, 1e-9)
             left = f"{(self._total - done) / rate:.0f} s left" if rate else "?"
             rest = f", {note}" if note else ""
             line = f"{self._what}: {done}/{self._total} {self._unit}, {rate:.2f}/s, {left}{rest}"
-            click.echo(line, err=True)
+            echo(line, err=True)
             self._printed = time.monotonic()
         self._done = done
 
     def say(self, line: str) -> None:
         """A line that stays, above the bar; nothing when quiet."""
         if self._bar is not None:
-            self._bar.write(line, file=sys.stderr)
+            self._bar.write(_one_line(line), file=sys.stderr)
         elif self._lines:
-            click.echo(line, err=True)
+            echo(line, err=True)
 
 
 class JsonLog:

@@ -73,11 +73,12 @@ def read_batch(file: Path, *, negative_prompt: str, seed: int, count: int) -> li
     Raises:
         UsageError: the file cannot be read, holds no line, or a line is none; names file and line.
     """
+    from qie.data.sources.files import LocalFile
     from qie.errors import UsageError
     from qie.paths import local_path
 
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
+        lines = LocalFile(file).read().decode("utf-8-sig").split("\n")
     except OSError as error:
         raise UsageError(f"the batch cannot be read: {error.strerror}", where=file) from error
     except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ from qie.cli.common import (
     JsonLog,
     Progress,
     config_option,
+    echo,
     explained,
     quiet_libraries,
     quiet_option,
@@ -126,7 +127,7 @@ def _wanted(options: dict[str, Any], rows: int) -> Range | None:
         raise UsageError("--part excludes --start-idx and --end-idx")
     first, last = resolve_part(part, rows, options["shard_size"])
     if first == last:
-        click.echo(f"part {part} holds no rows: the source has {rows}, in fewer shards than parts")
+        echo(f"part {part} holds no rows: the source has {rows}, in fewer shards than parts")
         return None
     return first, last
 
@@ -217,7 +218,7 @@ def _note(report: Report) -> str:
 
 
 def _print(report: Report, folder: object) -> None:
-    click.echo(
+    echo(
         f"{report.rows} rows: {report.encoded} samples encoded, {report.reused} there already, "
         f"{len(report.skipped)} skipped; "
         f"{report.shards_written} shards written ({human_bytes(report.bytes_written)}), "
@@ -225,30 +226,30 @@ def _print(report: Report, folder: object) -> None:
     )
     if report.encoded and report.bottleneck:
         load = report.loads[report.bottleneck]
-        click.echo(
+        echo(
             f"{report.rows / report.seconds:.2f} rows/s in {human_time(report.seconds)}; "
             f"bottleneck: {report.bottleneck}, at work {load.share(report.seconds):.0%} of the time"
         )
     if report.clipped:
-        click.echo(f"{report.clipped} values were beyond FP16's range and were clipped; qie-stats says where")
+        echo(f"{report.clipped} values were beyond FP16's range and were clipped; qie-stats says where")
 
 
 def _print_estimate(found: Estimate, recipe: str) -> None:
     samples, fresh = found.shapes.total(), found.fresh.total()
-    click.echo(f"{found.rows} rows: {samples} samples can be encoded, {len(found.skipped)} cannot; recipe {recipe}")
+    echo(f"{found.rows} rows: {samples} samples can be encoded, {len(found.skipped)} cannot; recipe {recipe}")
     for shape, count in found.shapes.most_common():
-        click.echo(f"  {count:6d} × {shape}")
+        echo(f"  {count:6d} × {shape}")
     size = "" if found.bytes is None else f", about {human_bytes(found.bytes)} in all"
-    click.echo(f"{fresh} to encode, {samples - fresh} there already{size}")
+    echo(f"{fresh} to encode, {samples - fresh} there already{size}")
     if found.encoding_s is not None and fresh:
-        click.echo(f"about {human_time(found.encoding_s)} on one set of devices, once the weights are loaded")
+        echo(f"about {human_time(found.encoding_s)} on one set of devices, once the weights are loaded")
 
 
 def _finish(skipped: Sequence[Skipped], most: int = 20) -> None:
     for row in skipped[:most]:
-        click.echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
+        echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
     if len(skipped) > most:
-        click.echo(f"… and {len(skipped) - most} more; qie-stats lists them all", err=True)
+        echo(f"… and {len(skipped) - most} more; qie-stats lists them all", err=True)
     sys.exit(1 if skipped else 0)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, Progress, config_option, explained, quiet_libraries, quiet_option, set_option
+from qie.cli.common import Command, Progress, config_option, echo, explained, quiet_libraries, quiet_option, set_option
 
 if TYPE_CHECKING:
     from qie.cli.paintings import Painting
@@ -168,7 +168,7 @@ def _say(line: str) -> None:
     from tqdm import tqdm
 
     with tqdm.external_write_mode():
-        click.echo(line)
+        echo(line)
 
 
 if __name__ == "__main__":

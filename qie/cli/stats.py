@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, Progress, explained, quiet_option, set_option
+from qie.cli.common import Command, Progress, echo, explained, quiet_option, set_option
 from qie.quantities import human_bytes
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _summarise(
     else:
         _print(summary, verify)
     if page and not quiet and not as_json:
-        click.echo(f"page      {page.path}")
+        echo(f"page      {page.path}")
     sys.exit(1 if summary.faults or summary.missing else 0)
 
 
@@ -158,11 +158,11 @@ def _compact(indexes: Sequence[File], quiet: bool) -> None:
     for folder in {index.folder.url: index.folder for index in indexes}.values():
         file = write_compact(folder, compacted(folder))
         if not quiet:
-            click.echo(f"compacted: {file}")
+            echo(f"compacted: {file}")
 
 
 def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    echo(*json.dumps(value, indent=2).split("\n"))
 
 
 def _print(summary: Summary, verified: bool) -> None:
@@ -178,59 +178,55 @@ def _print(summary: Summary, verified: bool) -> None:
     if summary.duplicates:
         lines.insert(3, ("content", f"{summary.duplicates} samples repeat others; {summary.records} records"))
     for name, value in lines:
-        click.echo(f"{name:<9} {value}")
+        echo(f"{name:<9} {value}")
     for folder, start, stop in summary.missing:
-        click.echo(f"missing   [{start}, {stop}) in {folder}")
-    click.echo("bytes per sample")
+        echo(f"missing   [{start}, {stop}) in {folder}")
+    echo("bytes per sample")
     for name, size in summary.tensor_bytes.items():
-        click.echo(f"  {human_bytes(size):>9}  {name}, {human_bytes(summary.tensor_bytes_total[name])} in all")
-    click.echo("shapes")
+        echo(f"  {human_bytes(size):>9}  {name}, {human_bytes(summary.tensor_bytes_total[name])} in all")
+    echo("shapes")
     _print_counts(summary.shapes)
     if 1 < len(summary.buckets) < len(summary.shapes):
-        click.echo("buckets: sizes of targets")
+        echo("buckets: sizes of targets")
         _print_counts(summary.buckets)
     if len(summary.sources) > 1:
-        click.echo("sources")
+        echo("sources")
         _print_counts(summary.sources)
     for note, count in summary.notes.items():
-        click.echo(f"note: {count} × {note}")
+        echo(f"note: {count} × {note}")
     if summary.skipped:
-        click.echo("skipped, by reason")
+        echo("skipped, by reason")
         _print_counts(summary.skipped)
     for shard, row, name, reason in summary.skipped_rows:
-        click.echo(f"skipped row {row} ({name}) in {shard}: {reason}")
+        echo(f"skipped row {row} ({name}) in {shard}: {reason}")
     for fault in summary.faults:
-        click.echo(f"fault: {fault}", err=True)
+        echo(f"fault: {fault}", err=True)
     if verified and not summary.faults:
-        click.echo("verified: every shard is what its index says")
+        echo("verified: every shard is what its index says")
 
 
 def _print_counts(counts: dict[str, int]) -> None:
     for name, count in counts.items():
-        click.echo(f"  {count:9d}  {name}")
+        echo(f"  {count:9d}  {name}")
 
 
 def _print_explanation(found: Explanation) -> None:
     for one in found.verdicts:
         version = f", version {one.variant}" if one.variant else ""
         causes = ": " + "; ".join(map(str, one.causes)) if one.causes else ""
-        click.echo(f"row {one.row} ({one.name}{version}): {one.state}{causes}")
-    click.echo(
-        f"under recipe {found.recipe}: " + ", ".join(f"{count} {state}" for state, count in found.states.items())
-    )
+        echo(f"row {one.row} ({one.name}{version}): {one.state}{causes}")
+    echo(f"under recipe {found.recipe}: " + ", ".join(f"{count} {state}" for state, count in found.states.items()))
     for cause, count in found.causes.items():
-        click.echo(f"  {count:9d}  {cause}")
+        echo(f"  {count:9d}  {cause}")
     for fault in found.faults:
-        click.echo(f"fault: {fault}", err=True)
+        echo(f"fault: {fault}", err=True)
 
 
 def _print_plan(plan: EpochPlan) -> None:
     left = f"{plan.fillers} places filled up with weight 0" if plan.tail == "pad" else f"{plan.dropped} samples dropped"
-    click.echo(f"tail {plan.tail}: {plan.steps} steps over {plan.samples} samples, {left}")
-    click.echo(f"  padding   {plan.padding:.1%} of {plan.tokens} prompt tokens")
-    click.echo(
-        f"  per step  {human_bytes(plan.bytes_per_step)} of records, at most {human_bytes(plan.largest_step_bytes)}"
-    )
+    echo(f"tail {plan.tail}: {plan.steps} steps over {plan.samples} samples, {left}")
+    echo(f"  padding   {plan.padding:.1%} of {plan.tokens} prompt tokens")
+    echo(f"  per step  {human_bytes(plan.bytes_per_step)} of records, at most {human_bytes(plan.largest_step_bytes)}")
 
 
 if __name__ == "__main__":

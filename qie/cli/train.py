@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qie.cli.common import Command, Progress, config_option, explained, quiet_libraries, quiet_option, set_option
+from qie.cli.common import Command, Progress, config_option, echo, explained, quiet_libraries, quiet_option, set_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +78,7 @@ def main(
         )
     if main_process:
         state = "stopped" if outcome.interrupted else "done"
-        click.echo(f"{state} after {outcome.step} steps; weights and state in {outcome.checkpoint}")
+        echo(f"{state} after {outcome.step} steps; weights and state in {outcome.checkpoint}")
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        click.echo("interrupted: checkpoints stay; go on from the last one with --resume latest", err=True)
+        echo("interrupted: checkpoints stay; go on from the last one with --resume latest", err=True)
         sys.exit(130)
 
 
@@ -107,7 +107,7 @@ def _told(quiet: bool) -> Iterator[Telling]:
                 bars.close()
 
         def say(line: str) -> None:
-            click.echo(line, err=True)
+            echo(line, err=True)
 
         yield Telling(look, (lambda line: None) if quiet else say, say)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -17,6 +18,9 @@ from pydantic import (
 from qie.config.section import Fraction, LocalPath, Place, Section, word
 
 Area = PositiveInt | list[PositiveInt] | None
+MAX_AREA_PX = 178_956_970
+"""Of an image that is read, and of what a model may see: what Pillow takes."""
+
 USUAL_AREA_PX = 256 * 256
 """Whoever gives a smaller area has more often given a side."""
 
@@ -24,12 +28,30 @@ USUAL_AREA_PX = 256 * 256
 def _usual(area: Area, info: ValidationInfo) -> Area:
     """For an area in pixels: it is small only where section data says so."""
     for one in area if isinstance(area, list) else [area]:
+        if one is not None and one > MAX_AREA_PX:
+            raise ValueError(f"an area of at most {MAX_AREA_PX} pixels")
         if one is not None and one < USUAL_AREA_PX and not info.data.get("allow_tiny"):
             side = f", such as {one * one} for a side of {one}" if one * one >= USUAL_AREA_PX else ""
             raise ValueError(
                 f"an area of at least {USUAL_AREA_PX} pixels{side}; data.allow_tiny: true takes smaller ones"
             )
     return area
+
+
+def _size(sides: list[int]) -> list[int]:
+    if math.prod(sides) > MAX_AREA_PX or max(sides) > 200 * min(sides):
+        raise ValueError(f"at most {MAX_AREA_PX} pixels, and sides of at most 1:200")
+    return sides
+
+
+def _colour(text: str) -> str:
+    from PIL import ImageColor
+
+    try:
+        ImageColor.getrgb(text)
+    except ValueError as error:
+        raise ValueError("a colour, such as #ffffff or white") from error
+    return text
 
 
 class SourceConfig(Section):
@@ -67,14 +89,16 @@ class DataConfig(Section):
         None,
         description="Image area for the VAE; of a list, the largest that does not enlarge. null: the family's own.",
     )
-    buckets_px: list[Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]] = Field(
+    buckets_px: list[Annotated[list[PositiveInt], Field(min_length=2, max_length=2), AfterValidator(_size)]] = Field(
         [], description="Fixed sizes [width, height] instead of areas: the nearest in shape, after cropping to it."
     )
     text_area_px: Annotated[PositiveInt | None, AfterValidator(_usual)] = Field(
         None, description="Image area for Qwen2.5-VL; null is the family's own (edit: the VAE's image)."
     )
     multiple_px: Literal[16, 32, 64] | None = Field(None, description="Sizes by area are multiples of it; null: 32.")
-    background: str = Field("#ffffff", description="Colour behind transparent images.")
+    background: Annotated[str, AfterValidator(_colour)] = Field(
+        "#ffffff", description="Colour behind transparent images."
+    )
     augment: AugmentConfig = AugmentConfig()
     order: Literal["shuffle", "blocks"] = Field(
         "shuffle",
@@ -84,10 +108,12 @@ class DataConfig(Section):
     similar_lengths: NonNegativeInt = Field(
         64, description="So many batches of a shape are filled by prompt length, so that they pad little; 0: none."
     )
-    prefetch: PositiveInt = Field(2, description="Batches prepared ahead.")
-    reader_threads: PositiveInt = Field(2, description="How many are prepared at once; live encoding takes one more.")
+    prefetch: int = Field(2, gt=0, le=1024, description="Batches prepared ahead.")
+    reader_threads: int = Field(
+        2, gt=0, le=1024, description="How many are prepared at once; live encoding takes one more."
+    )
     max_image_px: int = Field(
-        178_956_970, gt=0, le=178_956_970, description="Larger images are refused; Pillow takes none above the default."
+        MAX_AREA_PX, gt=0, le=MAX_AREA_PX, description="Larger images are refused; Pillow takes none above the default."
     )
 
     @model_validator(mode="after")

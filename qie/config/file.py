@@ -10,7 +10,7 @@ from pydantic import ValidationError as PydanticError
 
 from qie.config.environment import Key, Typed, expand
 from qie.config.faults import explained, key_of
-from qie.config.loader import parse
+from qie.config.loader import MAX_CHARS, parse
 from qie.config.sections import Config
 from qie.errors import ConfigError
 
@@ -26,7 +26,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARS + 1)
         tree = parse(text)
     except OSError as error:
         raise ConfigError("the configuration file cannot be read", where=path, found=error.strerror) from error
@@ -41,10 +42,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         )
     typed = Typed(path, text, [_set(tree, override) for override in overrides])
     texts: dict[Key, str] = {}
-    try:
-        tree = expand(tree, texts, typed)
-    except RecursionError as error:
-        raise ConfigError("a section of the configuration contains itself", where=path) from error
+    tree = expand(tree, texts, typed)
     try:
         return _validated(tree, texts)
     except PydanticError as error:

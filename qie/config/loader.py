@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
+
+MAX_CHARS = 2**20
+MAX_VALUES = 100_000
+"""Ten aliases of ten aliases and so on are a page of text that stands for more values than any memory holds."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -16,7 +21,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         # Looked at before merge keys (`<<`) are resolved: what they bring in is no second key.
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for position, key in enumerate(keys) if key in keys[:position]), None)
+        twice = next((key for key, times in Counter(keys).items() if times > 1), None)
         if twice is not None:
             raise yaml.composer.ComposerError(None, None, f"the key {twice[1]!r} is given twice", node.start_mark)
         return node
@@ -38,12 +43,32 @@ def parse(text: str) -> Any:
     Raises:
         ValueError: it is no YAML; one line says why.
     """
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"it is {len(text)} characters long; at most {MAX_CHARS} are read")
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if (values := _values(node, {})) > MAX_VALUES:
+            raise ValueError(f"its aliases stand for {values} values; at most {MAX_VALUES} are read")
+        return loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for what only looks like a number
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def _values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """How many values a node stands for when each alias is replaced by what it means, which is not done to count."""
+    if known.get(node) == 0:
+        raise ValueError("a section contains itself")
+    if node not in known:
+        known[node] = 0
+        children = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        nested = () if isinstance(node, yaml.ScalarNode) else children
+        known[node] = 1 + sum(_values(child, known) for child in nested)
+    return known[node]
 
 
 def line_of(text: str, key: Sequence[object]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swan
 class LoraConfig(Section):
     """A low-rank adapter through peft."""
 
-    r: PositiveInt = Field(16, description="Rank.")
+    r: int = Field(16, gt=0, le=4096, description="Rank.")
     lora_alpha: PositiveFloat = Field(32, description="The adapter's output is scaled by lora_alpha / r.")
     lora_dropout: Fraction = Field(0.0, description="How often an input of the adapter is zero.")
     target_modules: list[str] | str = Field(

@@ -25,6 +25,8 @@ __all__ = ["PLAN_VERSION", "Order", "Plan", "PlannedBatch", "Tail", "held_out", 
 Tail = Literal["pad", "drop"]
 Order = Literal["shuffle", "blocks", "sequence"]
 
+MAX_GLOBAL_BATCH = 65_536
+
 _NAMED_SHAPES = 8
 
 
@@ -108,9 +110,10 @@ def plan_epoch(
         similar_lengths: so many batches of a shape are filled by length, so that they pad little; not in a sequence.
 
     Raises:
-        UsageError: a weight is not positive; or no batch at all comes out, then it names the largest shapes.
+        UsageError: a weight is not positive; the batch is too large; or no batch at all comes out, then it names the
+            largest shapes.
     """
-    assert global_batch_size > 0
+    require_batch_size(global_batch_size)
     assert block_size > 0
     drawn, times = draw(columns, seed, epoch, source_weights, leave_out, shuffled=order != "sequence")
     windows: NDArray[Any] = np.zeros(len(drawn), np.uint8)
@@ -145,11 +148,24 @@ def sequence_prefix(
 
     For whoever follows shards that are still being written. `seed` and `epoch` decide only which versions are shown.
     """
+    require_batch_size(global_batch_size)
     drawn, _ = draw(columns, seed, epoch, None, leave_out, shuffled=False)
     windows = np.zeros(len(drawn), np.uint8)
     batches, filled, last = _batches(columns, drawn, windows, global_batch_size, "drop", 1, 1)
     when = np.argsort(last)
     return Plan(drawn[batches[when]], filled[when])
+
+
+def require_batch_size(global_batch_size: int) -> None:
+    """Raise UsageError for a global batch that no plan can hold: a place in it costs memory, filled or not."""
+    assert global_batch_size > 0
+    if global_batch_size > MAX_GLOBAL_BATCH:
+        raise UsageError(
+            "the global batch is too large",
+            expected=f"at most {MAX_GLOBAL_BATCH} samples: data.batch_size, or --batch-size, times processes",
+            found=global_batch_size,
+            hint="lower the batch size",
+        )
 
 
 def _windows(blocks: NDArray[np.int32], seed: int, epoch: int, size: int) -> NDArray[Any]:

@@ -28,6 +28,9 @@ _SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 MAX_POSITIONS = 4096
 """Rows of the transformer's table of rotary positions, which targets, controls and text share."""
 
+MAX_PROMPT_CHARS = 65_536
+"""Longer prompts are refused before they are cut into tokens, which can take minutes: 4,096 tokens are far fewer."""
+
 
 @dataclass(frozen=True, eq=False)
 class PromptEmbeds:
@@ -80,10 +83,12 @@ class Seen:
 
 
 def check_prompt(prompt: str) -> None:
-    """Raise RowError when a prompt cannot stand in the template: nothing in it, or a token that would be taken for an
-    image or for the prompt's end."""
+    """Raise RowError when a prompt cannot stand in the template: nothing in it, a token that would be taken for an
+    image or for the prompt's end, or so much that its tokens need not be counted."""
     if not prompt.strip():
         raise RowError("the prompt is empty")
+    if len(prompt) > MAX_PROMPT_CHARS:
+        raise RowError("the prompt is too long", expected=f"at most {MAX_PROMPT_CHARS} characters", found=len(prompt))
     if special := _SPECIAL_TOKEN.search(prompt):
         raise RowError("the prompt contains a special token", found=special[0], hint="remove it from the prompt")
 
@@ -108,9 +113,10 @@ class PromptEncoder:
         self._family: Family = checkpoint.family
         tokenizer, processor = checkpoint.component("tokenizer"), checkpoint.component("processor")
         with loading(tokenizer):
-            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            self._tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         with loading(processor):
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(processor)
+            self._processor.get_number_of_image_patches(56, 56)  # fails where it divides by a size of 0
         self._check_template(checkpoint)
 
     @cached_property

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import html
-import unicodedata
+
+from qie.errors import shown
 
 _VOID = {"br", "img", "link", "meta"}
-
-_JOINERS = "\u200c\u200d"
-"""Without these two, emoji fall apart and Persian is misspelt."""
 
 
 class Html(str):
@@ -38,14 +36,6 @@ def join(*parts: str) -> Html:
     return Html("".join(part if isinstance(part, Html) else _text(part) for part in parts))
 
 
-def shown(text: str) -> str:
-    r"""Text in which what cannot be seen, or turns the direction of what follows, is written as \u202e and the like.
-
-    Spaces of all kinds, line ends, and what joins letters stay.
-    """
-    return "".join(char if _stays(char) else _code(char) for char in text)
-
-
 def cut(text: str, most: int) -> str:
     """A text of at most `most` characters; of a longer one, its beginning and how long it is."""
     return text if len(text) <= most else f"{text[:most].rstrip()} … ({len(text):,} characters)"
@@ -58,11 +48,3 @@ def _text(text: str) -> str:
 def _number(value: str | float) -> str:
     """Numbers of drawings, to a hundredth."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-
-
-def _stays(char: str) -> bool:
-    return char.isprintable() or char in "\n\t" or char in _JOINERS or unicodedata.category(char) == "Zs"
-
-
-def _code(char: str) -> str:
-    return repr(char)[1:-1]

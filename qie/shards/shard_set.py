@@ -60,9 +60,9 @@ class ShardSet:
 
     @classmethod
     def open(
-        cls, places: Iterable[str | Path], *, verify: Verify = "first", cache: ShardCache | None = None
+        cls, places: str | Path | Iterable[str | Path], *, verify: Verify = "first", cache: ShardCache | None = None
     ) -> ShardSet:
-        """The shards in folders, globs or brace patterns.
+        """The shards in one or several folders, globs or brace patterns.
 
         Args:
             places: paths or URLs.

@@ -19,13 +19,13 @@ Gap = tuple[str, int, int]
 """A folder, and rows [start, stop) of which none of its shards is, though one is of later rows."""
 
 
-def find_indexes(places: Iterable[str | Path], *, or_none: bool = False) -> list[File]:
+def find_indexes(places: str | Path | Iterable[str | Path], *, or_none: bool = False) -> list[File]:
     """The index files of all shards in `places`, in the order of their rows within each place.
 
     Args:
-        places: folders, tar files, globs, or patterns with braces such as `shards/{00000000..00000640}*.tar`; paths or
-            URLs. In URLs, a glob may stand in the last part only. A name that is spelled out has to be there; a glob
-            matches what it matches.
+        places: one or several folders, tar files, globs, or patterns with braces such as
+            `shards/{00000000..00000640}*.tar`; paths or URLs. In URLs, a glob may stand in the last part only. A name
+            that is spelled out has to be there; a glob matches what it matches.
         or_none: a folder that is there, or a glob, may hold no shards.
 
     Raises:
@@ -33,7 +33,7 @@ def find_indexes(places: Iterable[str | Path], *, or_none: bool = False) -> list
         StoreError: a store cannot be reached, or not be listed.
     """
     indexes: list[File] = []
-    for place in places:
+    for place in [places] if isinstance(places, (str, Path)) else places:
         names = spelled_out(str(place))
         found = {name: _expand(name) for name in names}
         lacking = [name for name in names if not found[name] and not is_glob(name)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qie.data.epoch import Tail, plan_epoch
+from qie.data.epoch import Tail, plan_epoch, require_batch_size
 from qie.errors import UsageError
 from qie.shards.parts import open_parts
 from qie.shards.shard_set import ShardSet
@@ -62,7 +62,9 @@ def plan_shards(indexes: Sequence[File], *, batch_size: int, world: int, seed: i
     Raises:
         RecipeMismatchError: the shards are of several recipes.
         ShardError: an index is damaged, or there is no sample at all.
+        UsageError: the global batch is too large.
     """
+    require_batch_size(batch_size * world)
     table = ShardSet(open_parts(indexes)).table
     tails: tuple[Tail, ...] = ("pad", "drop")
     return [_planned(table, tail, batch_size, world, seed) for tail in tails]

@@ -13,13 +13,16 @@ from urllib.parse import urlsplit
 
 from qie.stores.credentials import demand_credentials, s3_endpoint, s3_settings
 from qie.stores.errors import StoreError
-from qie.stores.explain import cause
+from qie.stores.explain import NOWHERE, cause
 from qie.stores.retry import FIRST_PAUSE_S, Limits, limits
 
 # The time for retries ends them, not their number.
 _RETRIES = 1000
 
 _HOSTS = {"gs": "storage.googleapis.com"}
+# Of the service, and of who gives credentials to machines and containers there.
+_AWS_HOSTS = ("amazonaws.com", "amazonaws.com.cn", "api.aws", "169.254.169.254", "169.254.170.2", "169.254.170.23")
+_CREDENTIAL_URLS = ("AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_ENDPOINT_URL_STS")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 # The process in which obstore started its threads. A fork does not take them along: there, every call waits for ever.
@@ -65,6 +68,7 @@ class Connection:
         try:
             if self.scheme == "s3":
                 options |= s3_settings()
+                options["client_options"] |= _confined()
                 _trust(options, "AWS_CA_BUNDLE")
             elif self.scheme in builders:
                 demand_credentials(self.scheme)
@@ -134,6 +138,19 @@ def _options(allowed: Limits, retries: bool) -> dict[str, Any]:
             },
         },
     }
+
+
+def _confined() -> dict[str, str]:
+    """Options by which requests of a bucket reach its service alone, and those who give credentials.
+
+    obstore follows a redirect to any host. It takes the signature away, but sends the session token along. So what is
+    asked of another host goes to a proxy that does not exist. Where a proxy is set, requests go to that one as ever.
+    """
+    if any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
+        return {}
+    urls = [s3_endpoint(), *(os.environ.get(name) for name in _CREDENTIAL_URLS)]
+    hosts = [*_AWS_HOSTS, *(host for url in urls if url and (host := urlsplit(url).hostname))]
+    return {"proxy_url": f"http://{NOWHERE}", "proxy_excludes": ",".join(hosts)}
 
 
 def _trust(options: dict[str, Any], variable: str) -> None:

@@ -2,7 +2,8 @@
 
 QieError
 └── StoreError            a store cannot be reached, refuses, or gives other bytes than asked for
-    └── MissingError      there is no such file
+    ├── MissingError      there is no such file
+    └── TooLargeError     a file is too large to be read whole
 """
 
 from __future__ import annotations
@@ -16,3 +17,17 @@ class StoreError(QieError):
 
 class MissingError(StoreError):
     """There is no file of that name."""
+
+
+class TooLargeError(StoreError):
+    """A file is too large to be read whole: it is none of those that are. Nothing of it was read."""
+
+
+WHOLE_BYTES = 4 * 2**30
+"""What is read whole, an image, an index or a text, is smaller. Larger files are read by ranges."""
+
+
+def require_whole(size: int, where: object, most: int = WHOLE_BYTES) -> None:
+    """Raise TooLargeError unless a file of `size` bytes may be read whole."""
+    if size > most:
+        raise TooLargeError("a file is too large", where=where, expected=f"at most {most} bytes", found=f"{size} bytes")

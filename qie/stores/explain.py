@@ -9,6 +9,9 @@ from qie.stores.errors import StoreError
 
 MAX_CAUSE = 300
 
+NOWHERE = "127.0.0.1:1"
+"""The proxy of requests that are not to be made; nobody listens there."""
+
 CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL for another service; "
     "AWS_SKIP_SIGNATURE=true for a public bucket",
@@ -21,7 +24,7 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does no
 _NO_ACCESS = ("PermissionDeniedError", "UnauthenticatedError")
 # A store that answers with one of these will answer so again.
 _FINAL = ("FileNotFoundError", "AlreadyExistsError", "PreconditionError", "NotSupportedError", "InvalidPathError")
-_FINAL_WORDS = ("credential", "redirect without LOCATION", "BadScheme", "Invalid range")
+_FINAL_WORDS = (f"{NOWHERE},", "credential", "redirect without LOCATION", "BadScheme", "Invalid range")
 # S3, to two who create at once: neither has succeeded yet; and to who completes an upload in parts once more, because
 # the first answer was lost: it has to be begun anew.
 _PASSING_WORDS = ("ConditionalRequestConflict", "NoSuchUpload")
@@ -63,6 +66,8 @@ def explained(error: Exception, url: str) -> StoreError:
         what, hint = "there is no such bucket", "correct the bucket's name, or create the bucket"
     elif type(error).__name__ in _NO_ACCESS or status(error) in (401, 403) or "credential" in str(error):
         what, hint = "a store denies access", CREDENTIALS.get(scheme, "ask for a URL that needs no login")
+    elif f"{NOWHERE}," in str(error):
+        what, hint = "a store sends to another host, which is not followed", "set AWS_ENDPOINT_URL to the host itself"
     elif "redirect without LOCATION" in str(error):
         what, hint = "a bucket lies in another region", "set AWS_REGION to the region of the bucket"
     else:

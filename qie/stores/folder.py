@@ -63,6 +63,7 @@ class Folder(Protocol):
 
         Raises:
             MissingError: there is no such file.
+            TooLargeError: the whole file was asked for, and it is larger than `WHOLE_BYTES`.
             StoreError: the file ends before `stop`, or fewer bytes came than were asked for.
         """
         ...

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qie.errors import QieError, UsageError
-from qie.stores.errors import MissingError, StoreError
+from qie.stores.errors import WHOLE_BYTES, MissingError, StoreError, require_whole
 from qie.stores.names import checked, checked_range
 from qie.stores.retry import patiently
 
@@ -114,7 +114,9 @@ class HubFolder:
         if files.isdir(at):  # of which the Hub would send the web page
             raise FileNotFoundError(at)
         with files.open(at, "rb", block_size=0) as file:  # 0: as a stream, without asking for its size first
-            return bytes(file.read())
+            content = bytes(file.read(WHOLE_BYTES + 1))
+        require_whole(len(content), at)
+        return content
 
     def _range(self, at: str, start: int, stop: int) -> bytes:
         try:

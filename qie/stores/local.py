@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qie.paths import open_own
-from qie.stores.errors import MissingError, StoreError
+from qie.stores.errors import MissingError, StoreError, require_whole
 from qie.stores.names import checked, checked_range
 
 PARTIAL = ".partial"
 
 _COPY_BYTES = 4 * 2**20
+_NOWHERE = (errno.ELOOP, errno.ENOTDIR)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -53,11 +54,12 @@ class LocalFolder:
 
     def stamps(self) -> dict[str, str]:
         with _explained("a folder cannot be listed", self.root):
-            if not self.root.is_dir():
-                return {}
-            with os.scandir(self.root) as entries:
-                files = [entry for entry in entries if entry.is_file() and not entry.name.endswith(PARTIAL)]
-            return {file.name: f"{file.stat().st_size} {file.stat().st_mtime_ns}" for file in files}
+            facts = {name: _facts(self.root / name) for name in _entries(self.root) if not name.endswith(PARTIAL)}
+        return {
+            name: f"{found.st_size} {found.st_mtime_ns}"
+            for name, found in facts.items()
+            if found and stat.S_ISREG(found.st_mode)
+        }
 
     def folders(self) -> list[str]:
         with _explained("a folder cannot be listed", self.root):
@@ -78,6 +80,8 @@ class LocalFolder:
                 size = os.fstat(file.fileno()).st_size
                 if start > size or (stop or 0) > size:
                     raise StoreError("a file is too short", where=path, expected=f"{stop or start} bytes", found=size)
+                if stop is None:
+                    require_whole(size - start, path)
                 return _read_range(file, start, size if stop is None else stop, path)
 
     def write(self, name: str, content: bytes) -> None:
@@ -118,12 +122,21 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _file_size(path: Path) -> int | None:
-    """The size of a regular file; None for anything else. A file that vanishes meanwhile is not there."""
-    try:
-        facts = path.stat()
-    except FileNotFoundError:
+    """The size of a regular file; None for anything else, such as a link that leads nowhere, or to itself. A file that
+    vanishes meanwhile is not there."""
+    facts = _facts(path)
+    if facts is None:
         return None
     return facts.st_size if stat.S_ISREG(facts.st_mode) else None
+
+
+def _facts(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError as error:
+        if error.errno == errno.ENOENT or (error.errno in _NOWHERE and path.is_symlink()):
+            return None
+        raise
 
 
 def _read_range(file: BinaryIO, start: int, stop: int, path: Path) -> bytes:

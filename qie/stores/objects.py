@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 
 from qie.errors import UsageError
 from qie.stores.connection import Connection
-from qie.stores.errors import MissingError, StoreError
+from qie.stores.errors import MissingError, StoreError, require_whole
 from qie.stores.explain import explained, no_bucket, passes, status
 from qie.stores.names import checked, checked_range
 from qie.stores.retry import interruptibly, patiently
@@ -126,7 +126,9 @@ class ObjectFolder:
             return bytes(obstore.get(store, key, options={"range": (start, stop)}).bytes())
         if start:
             return bytes(obstore.get(store, key, options={"range": {"offset": start}}).bytes())
-        return bytes(obstore.get(store, key).bytes())
+        found = obstore.get(store, key)
+        require_whole(int(found.meta["size"]), self._url(name))
+        return bytes(found.bytes())
 
     def _nothing(self, name: str, needed: int) -> bytes:
         """No bytes, of a file that is there and has at least `needed`."""

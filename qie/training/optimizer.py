@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import torch
 from diffusers.optimization import get_scheduler
@@ -75,23 +78,48 @@ def make_schedule(section: SchedulerConfig, optimizer: torch.optim.Optimizer, st
 
 
 def _named(path: str, kind: type, key: str, example: str) -> Any:
+    """The class at an import path. What is imported runs, so it has to be a part of an installed package."""
     module, _, name = path.rpartition(".")
+    if not (module and all(part.isidentifier() for part in path.split(".")) and _is_installed(module.split(".")[0])):
+        raise ConfigError(
+            "the class is of no installed package, and nothing else is imported",
+            where=key,
+            found=path,
+            expected=f"such as {example}",
+            hint="install the package that it is in",
+        )
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            "no such class", where=key, found=f"{path} ({error})", expected=f"such as {example}"
-        ) from error
+    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
+        why = f"{path} ({type(error).__name__}: {error})"
+        raise ConfigError("no such class", where=key, found=why, expected=f"such as {example}") from error
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"not of the right kind: no {kind.__name__}", where=key, found=path)
     return found
 
 
+def _is_installed(package: str) -> bool:
+    """Whether Python would import `package` from where a distribution has installed it: neither a module of the
+    standard library nor one that lies in the working directory."""
+    roots = [root for name in metadata.packages_distributions().get(package, []) for root in _roots(name)]
+    spec = importlib.util.find_spec(package) if roots else None
+    places = [spec.origin, *(spec.submodule_search_locations or [])] if spec else []
+    return any(Path(place).is_relative_to(root) for place in places if place for root in roots)
+
+
+def _roots(name: str) -> list[Path]:
+    """The folder that a distribution is in; of an editable one, its project's, too."""
+    distribution = metadata.distribution(name)
+    about = json.loads(distribution.read_text("direct_url.json") or "{}")
+    project = [Path(unquote(urlsplit(about["url"]).path))] if about.get("dir_info", {}).get("editable") else []
+    return [Path(str(distribution.locate_file(""))), *project]
+
+
 def _made(found: Any, first: tuple[Any, ...], arguments: Mapping[str, Any], key: str) -> Any:
     try:
         return found(*first, **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError("the arguments are refused", where=key, found=error) from error
+    except Exception as error:  # a class of any package, with any arguments
+        raise ConfigError("the arguments are refused", where=key, found=f"{type(error).__name__}: {error}") from error
 
 
 def named_state(

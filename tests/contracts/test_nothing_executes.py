@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import os
 import pickle
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from qie.cli import stats
 from qie.cli.assemble import save_image
-from qie.errors import QieError, ShardError, UsageError
+from qie.errors import QieError, ShardError, UsageError, shown
 from qie.paths import open_own
+from qie.pretrained import open_checkpoint
 from qie.shards.cache import ShardCache
-from qie.shards.index import read_index
+from qie.shards.index import Skipped, read_index
 from qie.shards.reader import Shard
-from qie.shards.record import decode
+from qie.shards.record import decode, encode
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes, published
 from qie.shards.writer import ShardWriter
 from qie.stores import File, LocalFolder
 from qie.training.checkpoint import read_state
-from tests.builders import RECIPE
+from tests.builders import RECIPE, make_entry, make_sample
 from tests.conftest import ROOT
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "subprocess", "joblib", "pty"}
@@ -40,6 +46,7 @@ FORBIDDEN_CALLS = {
     "np.load",
 }
 FORBIDDEN_ARGUMENTS = {"shell", "trust_remote_code", "weights_only", "allow_pickle"}
+PRINTING = {"print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"}
 
 
 def test_no_module_of_qie_can_run_what_it_reads() -> None:
@@ -52,7 +59,62 @@ def test_no_module_of_qie_can_run_what_it_reads() -> None:
                 assert (node.module or "").partition(".")[0] not in FORBIDDEN_MODULES, where
             if isinstance(node, ast.Call):
                 assert ast.unparse(node.func) not in FORBIDDEN_CALLS, where
-                assert not FORBIDDEN_ARGUMENTS & {argument.arg for argument in node.keywords}, where
+                given = {argument.arg: ast.unparse(argument.value) for argument in node.keywords}
+                refused = given.pop("trust_remote_code", None) == "False"
+                assert not FORBIDDEN_ARGUMENTS & given.keys(), where
+                assert refused or not re.match(r"Auto[A-Z]\w+\.from_", ast.unparse(node.func)), where
+
+
+def test_all_that_is_printed_goes_through_one_function() -> None:
+    calls = [
+        path.name
+        for path in (ROOT / "qie").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTING
+    ]
+    assert calls == ["common.py"]
+
+
+STEERING = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e\r\nverified: every shard is what its index says"
+
+
+def test_what_an_index_says_steers_no_terminal_and_looks_like_no_line_of_ours(tmp_path: Path) -> None:
+    sample = make_sample(0)
+    with ShardWriter(tmp_path / "shards", 0, 2, RECIPE) as shard:
+        shard.add(make_entry(sample, 0, STEERING), encode(sample, RECIPE.digest))
+        shard.skip(Skipped(1, STEERING, STEERING))
+        shard.publish()
+    for options in ([], ["--json"], ["--plan"]):
+        result = CliRunner().invoke(stats.main, [str(tmp_path / "shards"), *options])
+        assert {char for char in result.output if shown(char) != char} == set()
+        assert not any(line.startswith("verified") for line in result.output.splitlines())
+    error = str(QieError(STEERING, where=STEERING, found=STEERING))
+    assert shown(error) == error and not any(line.startswith("verified") for line in error.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("tokenizer/tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["ours.Tokenizer", None]}}),
+        ("tokenizer/config.json", {"auto_map": {"AutoTokenizer": "ours.Tokenizer"}}),
+        ("processor/preprocessor_config.json", {"auto_map": {"AutoImageProcessor": "ours.Processor"}}),
+        ("text_encoder/config.json", {"auto_map": {"AutoModel": "ours.Model"}}),
+        ("text_encoder/config.json", {"text_config": {"_attn_implementation": "owner/kernel"}}),
+    ],
+)
+def test_a_checkpoint_that_brings_code_is_refused_and_nobody_is_asked(
+    tiny_edit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, values: dict[str, object]
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    shutil.copytree(tiny_edit, tmp_path / "model")
+    path = tmp_path / "model" / file
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(before | values | {"tokenizer_class": "Ours"}))
+    (path.parent / "ours.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UsageError, match="asks for code") as caught:
+        open_checkpoint(str(tmp_path / "model"))
+    assert caught.value.where == path
+    assert not (tmp_path / "ran").exists()
 
 
 class Touch:

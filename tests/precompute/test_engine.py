@@ -103,9 +103,6 @@ class Once:
     def name(self, index: int) -> str:
         return self.source.name(index)
 
-    def part(self, index: int) -> str:
-        return self.source.part(index)
-
     def read(self, index: int) -> Row:
         if index == self.row:
             with self.lock:

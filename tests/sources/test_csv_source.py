@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qie.data.sources import csv_source, open_source
+from qie.data.sources import csv_source, open_source, part_of
 from qie.errors import RowError, SourceError
 from tests.sources.tables import Table, names, paths, refused
 
@@ -18,7 +18,7 @@ def test_a_row_is_the_bytes_of_its_files(table: Table) -> None:
     row = source.read(1)
     assert (row.index, row.target, row.controls) == (1, b"images/t1.png", (b"images/c1.png",))
     assert (row.prompt, row.mask, row.more_prompts, row.source) == ("do 1", None, (), "")
-    assert len(source) == 2 and source.part(0) == ""
+    assert len(source) == 2 and part_of(source, 0) == ""
 
 
 def test_a_row_is_called_by_its_file_and_line_or_by_its_own_column(table: Table) -> None:

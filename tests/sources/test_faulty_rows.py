@@ -173,6 +173,20 @@ def test_a_member_of_a_tar_names_no_file_outside_of_it(table: Table, rows: Rows,
     assert open_source(place).read(1).target == b"t1.png" and skipped(place, tmp_path / "out") == {}
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("csv", "t1.png"), ("folder", "rows/training_images/1.png"), ("folder", "rows/training_images/1.txt")],
+)
+def test_a_file_of_40_gigabytes_is_its_rows_reason_and_is_not_read(
+    table: Table, rows: Rows, tmp_path: Path, kind: str, name: str
+) -> None:
+    place = write(kind, table, rows)
+    with (table.root / name).open("wb") as file:
+        file.truncate(40 * 2**30)  # sparse: it takes no room
+    found = skipped(place, tmp_path / "out")
+    assert list(found) == [1] and "too large" in found[1]
+
+
 @pytest.mark.parametrize("kind", EVERY)
 def test_prompts_of_no_and_of_100_000_characters_are_skipped_and_say_so(
     table: Table, rows: Rows, tmp_path: Path, kind: str, encoder, photos: Path

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qie.data.sources import open_source, parquet
+from qie.data.sources import open_source, parquet, part_of
 from qie.errors import RowError, SourceError
 from tests.sources.tables import Table, names, refused, values
 
@@ -35,7 +35,7 @@ def test_a_row_is_the_original_bytes(tmp_path: Path) -> None:
     source = open_source(write(tmp_path / "x.parquet", [inline(0), inline(1)]))
     row = source.read(1)
     assert (row.index, row.name, row.target, row.controls, row.prompt) == (1, "x.parquet[1]", b"t1", (b"c1",), "do 1")
-    assert source.part(0) == ""
+    assert part_of(source, 0) == ""
 
 
 def test_images_may_be_bytes_or_paths_beside_the_file(table: Table) -> None:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from qie.cli import stats
 from qie.data.epoch import plan_epoch
-from qie.errors import RecipeMismatchError
+from qie.errors import RecipeMismatchError, UsageError
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes
 from qie.stats import EpochPlan, plan_shards
@@ -96,3 +96,13 @@ def test_the_command_prints_the_plan_as_lines_and_as_json(shards: Path) -> None:
     assert values == [plan.to_dict() for plan in plans(shards, 2, 2)]
     assert "tail pad: 3 steps over 10 samples, 2 places filled up with weight 0" in lines
     assert "tail drop: 1 steps over 10 samples, 6 samples dropped" in lines
+
+
+@pytest.mark.parametrize(("batch_size", "world"), [(10**18, 1), (1, 10**12), (10**9, 10**9), (256, 257)])
+def test_a_batch_that_no_plan_can_hold_is_refused_at_once(shards: Path, batch_size: int, world: int) -> None:
+    options = ["--plan", "--batch-size", str(batch_size), "--world", str(world)]
+    result = CliRunner().invoke(stats.main, [str(shards), *options])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "the global batch is too large" in result.stderr and str(batch_size * world) in result.stderr
+    with pytest.raises(UsageError, match="too large"):
+        plan_epoch(ShardSet.open(shards).columns, seed=0, epoch=0, global_batch_size=batch_size * world)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qie.stores import open_folder
+from qie.stores import StoreError, open_folder
 from tests.s3 import S3, without_clouds
 from tests.stores.servers import Quiet, answering, failure, serving
 
@@ -106,3 +106,35 @@ def test_a_public_bucket_is_read_without_credentials_or_signature(s3: S3, monkey
         monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
         assert open_folder(s3.url).read("a") == b"x"
     assert signatures[0] and signatures[1:] == [None]
+
+
+def test_a_session_token_follows_no_redirect_to_another_host(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
+    asked: list[str] = []
+
+    class Other(Quiet):
+        def do_GET(self) -> None:
+            asked.append(self.headers["x-amz-security-token"])
+            self.send_error(404)
+
+        do_HEAD = do_PUT = do_GET
+
+    with serving(Other) as other:
+
+        class Sending(Quiet):
+            def do_GET(self) -> None:
+                self.send_response(307)
+                self.send_header("Location", other.replace("127.0.0.1", "localhost") + self.path)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            do_HEAD = do_PUT = do_GET
+
+        with serving(Sending) as url:
+            s3.go_through(url)
+            monkeypatch.setenv("QIE_STORE_RETRY_S", "0.1")
+            folder = open_folder(f"{s3.url}/data")
+            for act in [folder.listing, lambda: folder.read("a"), lambda: folder.size("a")]:
+                with pytest.raises(StoreError, match="another host"):
+                    act()
+    assert asked == []

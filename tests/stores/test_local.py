@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from qie.stores import MissingError, StoreError, open_folder
+from qie.data.sources.places import place_at
+from qie.stores import MissingError, StoreError, TooLargeError, open_folder
 from qie.stores.local import LocalFolder
 
 CONTENT = b"x" * 50_000
@@ -173,14 +174,27 @@ def test_a_forbidden_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     assert (error.value.where, error.value.found) == (tmp_path / "mine", "Permission denied (EACCES)")
 
 
-def test_pipes_devices_and_dangling_links_are_no_files(tmp_path: Path) -> None:
+def test_pipes_devices_and_links_that_lead_nowhere_are_no_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    (tmp_path / "through a file").symlink_to(tmp_path / "real" / "x")
     (tmp_path / "real").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     folder = open_folder(tmp_path)
 
-    assert folder.listing() == {"link": 1, "real": 1}
-    assert folder.size("pipe") is None
-    with pytest.raises(MissingError):
-        folder.read("pipe")
+    assert folder.listing() == {"link": 1, "real": 1} and folder.stamps().keys() == {"link", "real"}
+    assert folder.folders() == [] and place_at(tmp_path).folders() == []
+    for name in ("pipe", "itself"):
+        assert folder.size(name) is None
+        with pytest.raises(MissingError):
+            folder.read(name)
+
+
+def test_a_file_that_is_too_large_to_be_read_whole_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(40 * 2**30)  # sparse: it takes no room
+    folder = open_folder(tmp_path)
+    with pytest.raises(TooLargeError, match="too large"):
+        folder.read("huge")
+    assert folder.read("huge", 39 * 2**30, 39 * 2**30 + 4) == bytes(4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,8 +88,14 @@ def test_a_state_of_a_parameter_that_is_not_there_is_no_state_of_this_run() -> N
     ("path", "arguments", "what"),
     [
         ("torch.optim.Adamm", {}, "no such class"),
-        ("nowhere.Adam", {}, "no such class"),
-        ("AdamW", {}, "no such class"),
+        ("nowhere.Adam", {}, "of no installed package"),
+        ("AdamW", {}, "of no installed package"),
+        ("this.Zen", {}, "of no installed package"),
+        ("__main__.Adam", {}, "of no installed package"),
+        ("..optim.Adam", {}, "of no installed package"),
+        ("torch..Adam", {}, "of no installed package"),
+        ("torch.optim.", {}, "of no installed package"),
+        ("torch.optim.Optimizer", {}, "arguments are refused"),
         ("torch.nn.Linear", {}, "not of the right kind"),
         ("torch.optim.LBFGS", {}, "evaluates the loss"),
         ("torch.optim.AdamW", {"learning_rate": 1}, "arguments are refused"),
@@ -97,6 +105,21 @@ def test_a_state_of_a_parameter_that_is_not_there_is_no_state_of_this_run() -> N
 def test_an_optimizer_that_cannot_be_used_is_refused(path: str, arguments: dict, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         make_optimizer(OptimizerConfig(class_path=path, init_args=arguments), list(parameters().values()))
+
+
+@pytest.mark.parametrize("name", ["beside_me", "prodigyopt"])
+def test_a_module_in_the_working_directory_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Nor does it stand in for the package of that name."""
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ConfigError, match="of no installed package") as caught:
+        make_optimizer(OptimizerConfig(class_path=f"{name}.Adam"), list(parameters().values()))
+    assert (caught.value.where, caught.value.found) == ("optimizer.class_path", f"{name}.Adam")
+    with pytest.raises(ConfigError, match="of no installed package"):
+        rates(SchedulerConfig(class_path=f"{name}.Adam"))
 
 
 def rates(section: SchedulerConfig, steps: int = 12) -> list[float]:

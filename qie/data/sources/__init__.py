@@ -7,7 +7,7 @@ from qie.data.sources.jsonl_source import JsonlSource
 from qie.data.sources.kinds import open_source
 from qie.data.sources.mixture import Mixture, Part, SourceSpec
 from qie.data.sources.parquet import ParquetSource
-from qie.data.sources.source import Source
+from qie.data.sources.source import Source, part_of
 from qie.data.sources.tars import TarSource
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "SourceSpec",
     "TarSource",
     "open_source",
+    "part_of",
 ]

@@ -68,10 +68,6 @@ class CsvSource:
         except RowError:
             return self.rows.label(index)
 
-    def part(self, index: int) -> str:
-        del index
-        return ""
-
     def read(self, index: int) -> Row:
         cells = self._cells(index)
         return cells.row(range(len(self))[index], cells.name(self.rows.label(index)))

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 from qie.errors import RowError, SourceError
-from qie.stores import Folder, MissingError, StoreError
+from qie.stores import WHOLE_BYTES, Folder, MissingError, StoreError, TooLargeError, require_whole
 
 MACHINE_ERRORS = {
     errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
 }  # fmt: skip
 """What the system says when it is at fault itself. To skip a row for it would skip all that follow."""
+
+MAX_TEXT_BYTES = 2**20
+"""Of a file that holds one prompt. Those that can be encoded are far shorter."""
 
 REMOTE_BUFFER_BYTES = 8 * 2**20
 
@@ -37,8 +40,8 @@ class File(Protocol):
 
     def size(self) -> int: ...
 
-    def read(self) -> bytes:
-        """The whole file."""
+    def read(self, most: int = WHOLE_BYTES) -> bytes:
+        """The whole file. Raises TooLargeError for one of more than `most` bytes; of a local one nothing is read."""
 
     def read_range(self, start: int, stop: int, size: int) -> bytes:
         """The bytes [start, stop).
@@ -68,8 +71,10 @@ class LocalFile:
         _check_regular(self.path.stat())
         return self.path.stat().st_size
 
-    def read(self) -> bytes:
-        _check_regular(self.path.stat())
+    def read(self, most: int = WHOLE_BYTES) -> bytes:
+        facts = self.path.stat()
+        _check_regular(facts)
+        require_whole(facts.st_size, self.path, most)
         return self.path.read_bytes()
 
     def read_range(self, start: int, stop: int, size: int) -> bytes:
@@ -115,8 +120,10 @@ class RemoteFile:
             raise MissingError("there is no such file", where=self.where)
         return size
 
-    def read(self) -> bytes:
-        return self.folder.read(self.name)
+    def read(self, most: int = WHOLE_BYTES) -> bytes:
+        content = self.folder.read(self.name)  # to ask for the size first would be a request more for each image
+        require_whole(len(content), self.where, most)
+        return content
 
     def read_range(self, start: int, stop: int, size: int) -> bytes:
         try:
@@ -162,15 +169,17 @@ def readable(name: str) -> str:
     return name if name.isprintable() else repr(name)[1:-1]
 
 
-def row_bytes(file: File) -> bytes:
-    """A file of one row, whole.
+def row_bytes(file: File, most: int = WHOLE_BYTES) -> bytes:
+    """A file of one row, whole, of at most so many bytes.
 
     Raises:
-        RowError: it is not there, or is refused.
+        RowError: it is not there, is too large, or is refused.
         StoreError: the machine or the store is at fault, not the row.
     """
     try:
-        return file.read()
+        return file.read(most)
+    except TooLargeError as error:
+        raise RowError(error.what, where=file.where, expected=error.expected, found=error.found) from error
     except MissingError as error:
         raise RowError("a file cannot be read: there is no such file", where=file.where) from error
     except OSError as error:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from qie.data.sources.files import File, readable, row_bytes
+from qie.data.sources.files import MAX_TEXT_BYTES, File, readable, row_bytes
 from qie.data.sources.places import Place
 from qie.errors import RowError, SourceError
 from qie.recipe import normal_prompt
@@ -98,10 +98,6 @@ class FolderSource:
     def name(self, index: int) -> str:
         return readable(self.stems[index])
 
-    def part(self, index: int) -> str:
-        del index
-        return ""
-
     def read(self, index: int) -> Row:
         stem = self.stems[index]
         target, control = self.targets.image(stem), self.controls.image(stem)
@@ -170,7 +166,7 @@ def _first_folder(place: Place, names: tuple[str, ...]) -> Place:
 
 def _decoded(file: File) -> str:
     try:
-        return normal_prompt(row_bytes(file).decode("utf-8-sig"))
+        return normal_prompt(row_bytes(file, MAX_TEXT_BYTES).decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise RowError(
             "the prompt is not UTF-8", where=file.where, found=f"byte {error.object[error.start]:#x}"

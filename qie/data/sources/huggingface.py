@@ -134,10 +134,6 @@ class DatasetSource:
         values = self.dataset.select_columns([self.roles.name])[range(len(self))[index]].to_pylist()[0]
         return Cells(values, self.roles, "", self.place).name(label)
 
-    def part(self, index: int) -> str:
-        del index
-        return ""
-
     def read(self, index: int) -> Row:
         index = range(len(self))[index]
         values = self.dataset[index].to_pylist()[0]

@@ -56,10 +56,6 @@ class JsonlSource:
         except RowError:
             return self.rows.label(index)
 
-    def part(self, index: int) -> str:
-        del index
-        return ""
-
     def read(self, index: int) -> Row:
         cells, label = self._cells(index), self.rows.label(index)
         return cells.row(range(len(self))[index], cells.name(label) if self.named else label)

@@ -100,10 +100,6 @@ class ParquetSource:
         file, row = self._find(index)
         return file.label(row)
 
-    def part(self, index: int) -> str:
-        del index
-        return ""
-
     def read(self, index: int) -> Row:
         return self._cells(index).row(range(len(self))[index], self.name(index))
 

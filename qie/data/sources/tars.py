@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from qie.data.sources.cells import Cells
 from qie.data.sources.columns import NAME, PROMPT, PROMPT_LIST, checked_roles, roles_of
-from qie.data.sources.files import File, LocalFile, readable, source_size
+from qie.data.sources.files import MAX_TEXT_BYTES, File, LocalFile, readable, source_size
 from qie.data.sources.folder import IMAGE_SUFFIXES
 from qie.data.sources.lines import equal_pairs
 from qie.data.sources.tar_members import iter_members
 from qie.errors import RowError, SourceError
+from qie.stores import WHOLE_BYTES, TooLargeError, require_whole
 from qie.types import Row
 
 REMOTE_BUFFER_BYTES = 256 * 2**10
@@ -162,10 +163,6 @@ class TarSource:
         tar, row = self._find(index)
         return readable(f"{tar.file.name}/{tar.key(row)}")
 
-    def part(self, index: int) -> str:
-        del index
-        return ""
-
     def read(self, index: int) -> Row:
         tar, row = self._find(index)
         return _cells(tar, row).row(range(self.rows)[index], self.name(index))
@@ -187,13 +184,20 @@ def _cells(tar: Tar, row: int) -> Cells:
     roles = roles_of(tuple(endings))
     values: dict[str, object] = dict.fromkeys(endings)
     for column in roles.used():
-        offset, size = members[endings[column]]
-        content = tar.file.read_range(offset, offset + size, tar.size)
+        content = _member(tar, members[endings[column]], MAX_TEXT_BYTES if _is_text(column) else WHOLE_BYTES, where)
         values[column] = _text(content, where) if _is_text(column) else content
     if roles.prompt is None and _JSON in members:
-        offset, size = members[_JSON]
-        values.update(_prompts(_text(tar.file.read_range(offset, offset + size, tar.size), where), where))
+        values.update(_prompts(_text(_member(tar, members[_JSON], MAX_TEXT_BYTES, where), where), where))
     return Cells(values, roles_of(tuple(values)), where)
+
+
+def _member(tar: Tar, place: tuple[int, int], most: int, where: str) -> bytes:
+    offset, size = place
+    try:
+        require_whole(size, where, most)
+    except TooLargeError as error:
+        raise RowError(error.what, where=where, expected=error.expected, found=error.found) from error
+    return tar.file.read_range(offset, offset + size, tar.size)
 
 
 def _prompts(text: str, where: str) -> dict[str, object]:
