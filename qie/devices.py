@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from qie.errors import ConfigError
 
+CPU = torch.device("cpu")
+
 
 def resolve_device(name: str, key: str) -> torch.device:
-    """The device of a config value; `auto` is the first GPU, or the CPU without one.
+    """The device of a config value; `auto` is this process's GPU, or the CPU without one.
+
+    Of several processes that a launcher starts on a machine, each has a GPU of its own, by the rule of accelerate.
 
     Raises:
         ConfigError: no such device here; names `key`.
     """
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        local_rank = max(0, int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", local_rank % torch.cuda.device_count()) if torch.cuda.is_available() else CPU
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -6,7 +6,6 @@ loads no encoder, and who fills them no accelerate.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,27 +79,10 @@ def versions(config: Config) -> Versions:
 
 
 def open_accelerator(config: Config) -> Accelerator:
-    """Device, precision, processes and trackers; accelerate launch tells of them by its environment variables."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    """Device, precision, processes and trackers of a training run; see `qie.training.processes.accelerator_of`."""
+    from qie.training.processes import accelerator_of
 
-    from qie.training.tracking import require_trackers
-
-    require_trackers(config.logging.report_to)
-    sharding = None
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and config.train.mixed_precision == "bf16":
-        # accelerate's own policy would add up gradients in bfloat16; DDP adds those of a LoRA in float32.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        sharding = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
-    return Accelerator(
-        # The last block's text stream feeds nothing: adapters on it never get a gradient, for which DDP would wait.
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-        mixed_precision=config.train.mixed_precision,
-        fsdp_plugin=sharding,
-        log_with=config.logging.report_to or None,
-        project_dir=config.train.output_dir,
-    )
+    return accelerator_of(config)
 
 
 def open_painter(config: Config, lora: str | Path | None = None, transformer: str | Path | None = None) -> Painter:

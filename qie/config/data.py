@@ -149,8 +149,8 @@ class CacheConfig(Section):
     accept_recipe: bool = Field(
         False, description="Train on shards of another recipe than this configuration's, as they are; run.json says so."
     )
-    vae_encoder_device: str = Field("auto", description="auto is the first GPU, or the CPU without one.")
-    text_encoder_device: str = Field("auto", description="auto is the first GPU, or the CPU without one.")
+    vae_encoder_device: str = Field("auto", description="auto is the process's own GPU, or the CPU without one.")
+    text_encoder_device: str = Field("auto", description="auto is the process's own GPU, or the CPU without one.")
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="auto is bfloat16 on a GPU and float32 on the CPU."
     )

@@ -173,7 +173,7 @@ class ValidationConfig(Section):
 
 
 class Devices(Section):
-    """Where the components of qie-predict live. auto is the first GPU, or the CPU without one."""
+    """Where the components of qie-predict live. auto is the process's own GPU, or the CPU without one."""
 
     vae: str = Field("auto", description="Such as cuda:0 or cpu.")
     text_encoder: str = Field("auto", description="Such as cuda:1.")

@@ -7,7 +7,8 @@
         state.json                          everything else, and size and SHA-256 of each file
 
 A folder is written aside and renamed, so one that is there is complete. There is no pickle in it. Random numbers need
-no state: what is random in a step is a function of the seed, the step and the sample.
+no state: what is random in a step is a function of the seed, the step and the sample. What a killed run has left of
+others is removed by the next one, under the lock of `qie.training.lock`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
-from qie.errors import QieError, UsageError
+from qie.errors import ModelError, QieError, UsageError
 from qie.paths import local_path
 from qie.stores import LocalFolder, StoreError
 
@@ -46,11 +49,11 @@ def publish_checkpoint(output_dir: Path, step: int, write: Callable[[Path], dict
     partial = folder.with_suffix(".partial")
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        for left in [*output_dir.glob("checkpoint-*.partial"), *output_dir.glob("checkpoint-*.removed")]:
-            shutil.rmtree(left, ignore_errors=True)
+        remove_leftovers(output_dir)
         partial.mkdir()
         state = write(partial)
         state["files"] = {name: _settled_facts(partial / name) for name in _names(partial)}
+        state["sha256"] = _digest(state)
         LocalFolder(partial).write(STATE_FILE, json.dumps(state, indent=1).encode() + b"\n")
         if folder.exists():
             _remove(folder)
@@ -77,16 +80,21 @@ def read_state(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
     Raises:
         QieError: a file is missing or damaged; names it, and the checkpoint before.
     """
-    try:
+    with explained_damage(folder, STATE_FILE):
         state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        files = state.pop("files")
-        for name, facts in files.items():
+        digest = state.pop("sha256", None)  # which checkpoints of earlier versions lack
+        if digest is not None and digest != _digest(state):
+            raise damaged(folder, f"{STATE_FILE} is not what was written")
+        for name, facts in state.pop("files").items():
             size = (folder / name).stat().st_size
             if size != facts["size"] or (hashes and _facts(folder / name) != facts):
                 raise damaged(folder, f"{name} is not what was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(folder, f"{type(error).__name__}: {error}") from error
     return state
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """Of a state as JSON gives it back: without tuples, and with text for keys."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(state)), sort_keys=True).encode()).hexdigest()
 
 
 def damaged(folder: Path, found: str) -> QieError:
@@ -95,6 +103,20 @@ def damaged(folder: Path, found: str) -> QieError:
     before = there[: there.index(folder)] if folder in there else []
     hint = f"go on from the one before: --resume {before[-1]}" if before else "start again, in another train.output_dir"
     return QieError("the checkpoint is damaged or was not written by qie-train", where=folder, found=found, hint=hint)
+
+
+@contextmanager
+def explained_damage(folder: Path, name: str) -> Iterator[None]:
+    """Turn whatever a library raises about the file `name` of a checkpoint into the error for that checkpoint."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, QieError) and not isinstance(error, ModelError):
+            raise
+        found = error.found if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        raise damaged(folder, f"{name}: {' '.join(str(found).split())[:300]}") from error
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -120,14 +142,27 @@ def find_checkpoint(resume: str, output_dir: Path) -> Path:
     return found[-1]
 
 
-def remove_old(output_dir: Path, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove all checkpoints but the last `keep_last` ones and those of every `keep_every` steps; None keeps all."""
+def remove_old(output_dir: Path, step: int, keep_last: int | None, keep_every: int | None) -> None:
+    """Remove the checkpoints up to `step` but the last `keep_last` ones and those of every `keep_every` steps.
+
+    Later ones are of a run that was resumed from an earlier step: they neither count nor go, and are written anew when
+    it gets there. `keep_last` None keeps all.
+    """
     if keep_last is None:
         return
-    for folder in checkpoints(output_dir)[:-keep_last]:
-        step = int(folder.name.rpartition("-")[2])
-        if keep_every is None or step % keep_every:
+    for folder in [folder for folder in checkpoints(output_dir) if _step(folder) <= step][:-keep_last]:
+        if keep_every is None or _step(folder) % keep_every:
             _remove(folder)
+
+
+def remove_leftovers(output_dir: Path) -> None:
+    """Remove what a killed run has left of checkpoints that it was writing, or removing."""
+    for left in [*output_dir.glob("checkpoint-*.partial"), *output_dir.glob("checkpoint-*.removed")]:
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 def _remove(folder: Path) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import UsageError
 from qie.pretrained import Checkpoint
 from qie.training.budget import explained_memory, plan_memory, tell_memory
-from qie.training.checkpoint import find_checkpoint
+from qie.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers
 from qie.training.journal import Journal, Listener
+from qie.training.lock import locked
 from qie.training.reporting import Reporter
 from qie.training.run import Painter, Run
 from qie.training.stopping import stop_requested
@@ -51,24 +54,24 @@ def train(
         listener: is told how it goes.
 
     Raises:
-        UsageError: the output folder holds another run, or there is nothing to resume from.
+        UsageError: the output folder holds another run, or one is using it; or there is nothing to resume from.
         QieError: the loss is not finite; names the samples of the batch. Or a checkpoint is damaged, or of another run;
             or memory is out, with what to change.
     """
-    output_dir = Path(config.train.output_dir)
-    start = find_checkpoint(resume, output_dir) if resume else None
-    if start is None or start.parent.resolve() != output_dir.resolve():
-        _require_unused(output_dir)
-    listener = listener if listener and accelerator.is_main_process else Listener()
-    setup = plan_memory(config, checkpoint, stream, accelerator)
-    tell_memory(setup, accelerator.device, listener.say)
-    with explained_memory(setup):
-        run = Run(config, checkpoint, stream, accelerator, start)
-        for line in unheeded(config, run.steps, masked=stream.samples.masked):
-            listener.say(line)
-        listener.start(run.step, run.steps)
-        saved = _taken(run, start or output_dir, paint, listener)
-        run.finish()
+    output_dir, main = Path(config.train.output_dir), accelerator.is_main_process
+    listener = listener if listener and main else Listener()
+    with locked(output_dir) if main else nullcontext():
+        # The main process holds the lock: where it starts, the others do.
+        start = broadcast_object_list([_start(resume, output_dir) if main else None])[0]
+        setup = plan_memory(config, checkpoint, stream, accelerator)
+        tell_memory(setup, accelerator.device, listener.say)
+        with explained_memory(setup):
+            run = Run(config, checkpoint, stream, accelerator, start)
+            for line in unheeded(config, run.steps, masked=stream.samples.masked):
+                listener.say(line)
+            listener.start(run.step, run.steps)
+            saved = _taken(run, start or output_dir, paint, listener)
+            run.finish()
     return Outcome(run.step, saved, interrupted=run.step < run.steps)
 
 
@@ -111,6 +114,8 @@ def _taken(run: Run, saved: Path, paint: Painter | None, listener: Listener) -> 
         if run.step == 0:
             look()
         last = run.step == run.steps
+        if last:
+            run.tidy(lambda: reporter.report(run.step, ended=True))
         while not last:
             journal.step(run.take_step())
             last = stopping() or run.step == run.steps
@@ -122,12 +127,14 @@ def _taken(run: Run, saved: Path, paint: Painter | None, listener: Listener) -> 
     return saved
 
 
-def _require_unused(output_dir: Path) -> None:
-    if output_dir.exists() and not output_dir.is_dir():
-        raise UsageError("train.output_dir is no folder", where=output_dir)
-    if any(output_dir.glob("checkpoint-*")):
+def _start(resume: str | None, output_dir: Path) -> Path | None:
+    """The checkpoint to go on from; None for a new run. What a killed run has left beside the checkpoints goes."""
+    start = find_checkpoint(resume, output_dir) if resume else None
+    if checkpoints(output_dir) and (start is None or start.parent.resolve() != output_dir.resolve()):
         raise UsageError(
             "the output folder holds a run already",
             where=output_dir,
             hint="go on with --resume latest, or give the new run its own train.output_dir",
         )
+    remove_leftovers(output_dir)
+    return start

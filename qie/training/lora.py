@@ -173,7 +173,8 @@ def _continue_from(transformer: QwenImageTransformer2DModel, section: LoraSectio
             found=difference,
             hint="set r, target_modules, use_dora and use_rslora of model.lora as they were for that adapter" + alpha,
         )
-    fill(mine, lora.tensors)
+    with explained("the adapter cannot be continued from", lora.file, "model.lora.continue_from"):
+        fill(mine, lora.tensors)
 
 
 def _difference(saved: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> str | None:

@@ -93,6 +93,8 @@ def read_lora(path: Path, key: str) -> LoraFile:
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     if metadata is not None:
         metadata = {name.removeprefix(PREFIX): value for name, value in metadata.items()}
+        with explained("the adapter's metadata cannot be read", file, key):
+            scale_of(metadata)
     return LoraFile(file, tensors, metadata)
 
 
@@ -101,6 +103,6 @@ def explained(what: str, file: Path, key: str) -> Iterator[None]:
     """Turn whatever a library raises about an adapter's file into a ConfigError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, IndexError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, ArithmeticError, TypeError, RuntimeError, SafetensorError) as error:
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError(what, where=file, found=found, hint=f"correct {key}") from error

@@ -142,13 +142,15 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; one that was cut short by a kill is left out."""
+    """The lines of a `metrics.jsonl`; one that was cut short by a kill, or damaged, is left out."""
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            lines.append(json.loads(line))
+            values = json.loads(line)
         except ValueError:
             continue
+        if isinstance(values, dict) and isinstance(values.get("step"), int):
+            lines.append(values)
     return lines
 
 

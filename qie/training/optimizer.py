@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from qie.config import OptimizerConfig, SchedulerConfig
 from qie.errors import ConfigError
 from qie.training.sharding import all_whole, like
+from qie.training.weights import not_finite
 
 
 def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -154,7 +156,12 @@ def load_named_state(
     tensors: Mapping[str, torch.Tensor],
     numbers: Mapping[str, Any],
 ) -> None:
-    """Put back what `named_state` gave. Raises KeyError when a state is of no parameter of this run."""
+    """Put back what `named_state` gave.
+
+    Raises:
+        KeyError, IndexError: a state is of no parameter, or no group, of this run.
+        ValueError: a number is not finite; names it.
+    """
     names = {id(parameter): name for name, parameter in parameters.items()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     places = {names[id(parameter)]: number for number, parameter in enumerate(order)}
@@ -166,6 +173,10 @@ def load_named_state(
             state["param_groups"][int(owner.removeprefix("group "))][field] = value
         else:
             place = places[owner]
+            if isinstance(value, torch.Tensor) and not_finite({path: value}):
+                raise ValueError(f"{path} is not finite")
             spread = like(value, order[place]) if isinstance(value, torch.Tensor) else value
             values.setdefault(place, {})[field] = spread
     optimizer.load_state_dict({"state": values, "param_groups": state["param_groups"]})
+    if not all(math.isfinite(group["lr"]) for group in optimizer.param_groups):
+        raise ValueError("a learning rate is not finite")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,22 @@ from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import QieError
 from qie.pretrained import Checkpoint
-from qie.training.card import RunReport, write_card, write_run
-from qie.training.checkpoint import checkpoints, damaged, publish_checkpoint, read_state, remove_old
+from qie.training.card import RunReport, read_run, write_card, write_run
+from qie.training.checkpoint import STATE_FILE, checkpoints, explained_damage, publish_checkpoint, remove_old
 from qie.training.feed import Feed, Prepared, batches_of, planned_steps, require_null_prompts
 from qie.training.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
 from qie.training.model import load_shift
 from qie.training.objective import derive_seed
-from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
-from qie.training.resuming import identity, require_same, require_steps
+from qie.training.optimizer import check_optimizer, make_optimizer, make_schedule, named_state
+from qie.training.resuming import OPTIMIZER_FILE, Saved, identity, require_same, require_steps
 from qie.training.sharding import whole
 from qie.training.step import Objective
 from qie.training.trainee import Trainee
 from qie.training.validation import Validation, validate
-from qie.training.weights import TensorFiles
+from qie.training.weights import require_finite
 
 Painter = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
 """Paints the images of validation.samples with the model as it is."""
-
-OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class Run:
@@ -71,12 +69,13 @@ class Run:
         check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device)
         require_null_prompts(stream, config.data.caption_dropout_rate)
         main = accelerator.is_main_process
-        state = read_state(start, hashes=main) if start else None
+        state = Saved.read(start, hashes=main) if start else None
         if start and state:
             require_steps(state, self.steps, start)
         self._identity = identity(config, checkpoint) if main else {}
         if start and state and main:
             require_same(state, self._identity, start)
+        self._unproved = start
         dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
         self.trainee = Trainee(checkpoint, config, start, dtype, accelerator.device)
         self.optimizer = make_optimizer(config.optimizer, list(self.trainee.parameters.values()))
@@ -160,11 +159,14 @@ class Run:
 
     def _update(self, *, finite: bool) -> None:
         """Step the optimizer; when the gradients are of no use, only count."""
-        if finite:
-            self._stepper.step()
-        self._stepper.zero_grad()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns where the first step is left out
-        self.schedule.step()
+        # What no look at a restored state tells, its first use does.
+        unproved, self._unproved = self._unproved, None
+        with explained_damage(unproved, f"{OPTIMIZER_FILE} or {STATE_FILE}") if unproved else nullcontext():
+            if finite:
+                self._stepper.step()
+            self._stepper.zero_grad()
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch warns where the first step is left out
+            self.schedule.step()
         self.step += 1
         self._nonfinite = 0 if finite else self._nonfinite + 1
         if finite:
@@ -202,6 +204,7 @@ class Run:
         main = self.accelerator.is_main_process
         tensors, numbers = named_state(self.optimizer, self.trainee.parameters, wanted=main)
         write_weights = self.trainee.gathered(wanted=main)
+        require_finite(tensors)
         if not main:
             return output_dir
 
@@ -222,9 +225,25 @@ class Run:
             }
 
         saved = publish_checkpoint(output_dir, self.step, write)
-        remove_old(output_dir, self.config.train.keep_last, self.config.train.keep_every)
-        write_run(output_dir, replace(told, checkpoints=tuple(kept.name for kept in checkpoints(output_dir))))
+        write_run(output_dir, replace(told, checkpoints=self._kept(output_dir)))
         return saved
+
+    def tidy(self, report: Callable[[], RunReport]) -> None:
+        """Do what `save` does behind a checkpoint, where a run was killed behind its last one. Else nothing changes."""
+        output_dir = Path(self.config.train.output_dir)
+        if not self.accelerator.is_main_process or not checkpoints(output_dir):
+            return
+        kept = self._kept(output_dir)
+        with suppress(QieError):
+            told = read_run(output_dir)
+            if told.finished and (told.steps, told.checkpoints) == (self.step, kept):
+                return
+        write_run(output_dir, replace(report(), checkpoints=kept))
+
+    def _kept(self, output_dir: Path) -> tuple[str, ...]:
+        """The names of the checkpoints that stay; the others are removed."""
+        remove_old(output_dir, self.step, self.config.train.keep_last, self.config.train.keep_every)
+        return tuple(folder.name for folder in checkpoints(output_dir))
 
     def finish(self) -> None:
         """Leave the process group, all together: one that leaves while the main process still saves can hang.
@@ -237,13 +256,10 @@ class Run:
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
-    def _restore(self, start: Path, state: dict[str, Any]) -> None:
-        try:
-            tensors = TensorFiles([start / OPTIMIZER_FILE])
-            load_named_state(self.optimizer, self.trainee.parameters, tensors, state["optimizer"])
-            self.schedule.load_state_dict(state["schedule"])
-            self.stream.load_state_dict(state["stream"])
-            self.step, self.taken = int(state["step"]), int(state["batches"])
-            self._nonfinite = int(state.get("nonfinite", 0))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise damaged(start, f"{type(error).__name__}: {error}") from error
+    def _restore(self, start: Path, state: Saved) -> None:
+        state.restore(start, self.optimizer, self.trainee.parameters, self.schedule)
+        with explained_damage(start, STATE_FILE):
+            self.stream.load_state_dict(state.stream)
+            if type(self.stream) is Stream and self.stream.position >= len(self.stream):
+                raise ValueError("stream.position is behind the end of its epoch")
+        self.step, self.taken, self._nonfinite = state.step, state.batches, state.nonfinite

@@ -9,6 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from qie.training.weights import not_finite
+
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, on the CPU. Every process has to ask for it, since each holds a part."""
@@ -54,6 +56,13 @@ def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def fill(mine: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Put whole values into tensors of the same names, each in its own type and however it is spread."""
+    """Put whole values into tensors of the same names, each in its own type and however it is spread.
+
+    Raises:
+        ValueError: one is not finite; names it.
+    """
     for name, tensor in mine.items():
-        tensor.copy_(like(values[name].to(tensor.dtype), tensor))
+        value = values[name].to(tensor.dtype)
+        if not_finite({name: value}):
+            raise ValueError(f"{name} is not finite")
+        tensor.copy_(like(value, tensor))

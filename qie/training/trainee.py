@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from diffusers import QwenImageTransformer2DModel
 from torch.distributed.tensor import DTensor
 
 from qie.config import Config
 from qie.pretrained import Checkpoint
 from qie.training.blocks import checkpoint_blocks, compile_blocks
+from qie.training.checkpoint import explained_damage
 from qie.training.ema import Ema
 from qie.training.lora import add_frozen_adapters, add_lora, as_saved, fill_adapter, load_adapter, save_adapter
+from qie.training.lora_file import ADAPTER_FILE
+from qie.training.memory import empty_transformer
 from qie.training.model import load_transformer, train_everything
 from qie.training.sharding import all_whole, fill, reshard
-from qie.training.weights import read_transformer, save_transformer
+from qie.training.weights import not_finite, read_transformer, require_finite, save_transformer
 
 EMA_FOLDER = "ema"
 
@@ -54,10 +59,14 @@ class Trainee:
             lora = model.lora.model_copy(update={"continue_from": None}) if start else model.lora
             add_lora(self.transformer, lora, section.seed, dtype=trained)
             if start:
-                load_adapter(self.transformer, start)
+                with explained_damage(start, ADAPTER_FILE):
+                    load_adapter(self.transformer, start)
         else:
             source = Checkpoint(start, checkpoint.family) if start else checkpoint
-            self.transformer = load_transformer(source, trained, attention_backend=model.attention_backend)
+            with explained_damage(start, "transformer") if start else nullcontext():
+                self.transformer = load_transformer(source, trained, attention_backend=model.attention_backend)
+                if start:
+                    _require_same_layers(self.transformer, checkpoint, start / "transformer")
             train_everything(self.transformer, trained)
         self._lora = model.lora is not None
         every = int(section.gradient_checkpointing)
@@ -88,7 +97,8 @@ class Trainee:
         if self._decay is not None:
             self._ema = Ema(self.parameters, self._decay)
             if start:
-                self._load_average(start / EMA_FOLDER)
+                with explained_damage(start, EMA_FOLDER):
+                    self._load_average(start / EMA_FOLDER)
         return prepared  # type: ignore[no-any-return]
 
     def after_step(self, step: int) -> None:
@@ -111,9 +121,14 @@ class Trainee:
         """What writes the weights into a folder.
 
         Every process asks for it, since each may hold a part of them; one that does not want it keeps nothing.
+
+        Raises:
+            QieError: one is not finite; names it.
         """
         trained = all_whole(self._named(self.parameters), wanted=wanted)
         average = all_whole(self._named(self._ema.averages), wanted=wanted) if self._ema else None
+        require_finite(trained)
+        require_finite(average or {})
 
         def write(folder: Path) -> None:
             self._write(trained, folder)
@@ -143,3 +158,14 @@ class Trainee:
             fill_adapter(averages, folder)
         else:
             fill(averages, read_transformer(folder / "transformer"))
+
+
+def _require_same_layers(transformer: QwenImageTransformer2DModel, base: Checkpoint, folder: Path) -> None:
+    """Raise ValueError unless a transformer is as the base model's, and all of it, finite, stands in its files."""
+    expected = {name: value for name, value in empty_transformer(base).config.items() if not name.startswith("_")}
+    if other := [name for name in expected if json.dumps(expected[name]) != json.dumps(transformer.config.get(name))]:
+        raise ValueError(f"in config.json, {other[0]} is not that of the base model")
+    if others := transformer.state_dict().keys() ^ read_transformer(folder).keys():
+        raise ValueError(f"{min(others)} is missing, or too many")
+    if bad := not_finite(transformer.state_dict()):
+        raise ValueError(f"{bad} is not finite")

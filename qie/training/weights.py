@@ -12,6 +12,8 @@ from diffusers import QwenImageTransformer2DModel
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 
+from qie.errors import QieError
+
 _FILES = "diffusion_pytorch_model{suffix}.safetensors"
 
 
@@ -25,6 +27,9 @@ def save_transformer(transformer: QwenImageTransformer2DModel, folder: Path, sta
     config |= {"_class_name": QwenImageTransformer2DModel.__name__}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save_torch_state_dict(dict(state), folder, filename_pattern=_FILES, max_shard_size="10GB")
+
+
+_ASKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
@@ -46,6 +51,24 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._opened)
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor that holds a NaN or an infinity; types of 8 bits are not asked."""
+    for name, tensor in tensors.items():
+        if tensor.dtype in _ASKED and not bool(tensor.isfinite().all()):
+            return name
+    return None
+
+
+def require_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise QieError when what is to be saved is not finite; names it."""
+    if bad := not_finite(tensors):
+        raise QieError(
+            "the weights or the optimizer's state are not finite any more, and are not saved",
+            where=bad,
+            hint="go on with --resume latest, or start anew with a lower optimizer.init_args.lr",
+        )
 
 
 def read_transformer(folder: Path) -> TensorFiles:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from qie.errors import QieError, UsageError
 from qie.training import checkpoint
 from qie.training.checkpoint import checkpoints, find_checkpoint, publish_checkpoint, read_state, remove_old
+from qie.training.lock import LOCK_FILE, locked
 
 
 def written(output_dir: Path, step: int) -> Path:
@@ -53,6 +56,11 @@ DAMAGES = {
     "the state is cut short": lambda folder: (folder / "state.json").write_bytes(
         (folder / "state.json").read_bytes()[:-9]
     ),
+    "a bit of the state is flipped": lambda folder: (folder / "state.json").write_bytes(
+        (folder / "state.json").read_bytes().replace(b"0.1", b"0.3")
+    ),
+    "the state is no text": lambda folder: (folder / "state.json").write_bytes(b"\xff"),
+    "the state is too deep": lambda folder: (folder / "state.json").write_text("[" * 100_000),
     "the state is a list": lambda folder: (folder / "state.json").write_text("[]"),
     "the state is another tool's": lambda folder: (folder / "state.json").write_text("{}"),
 }
@@ -98,19 +106,23 @@ def test_of_a_step_that_is_there_already_the_newer_one_stays(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("last", "every", "kept"),
+    ("step", "last", "every", "kept"),
     [
-        (None, None, [1, 2, 3, 4, 5, 6]),
-        (2, None, [5, 6]),
-        (1, 3, [3, 6]),
-        (9, None, [1, 2, 3, 4, 5, 6]),
-        (2, 2, [2, 4, 5, 6]),
+        (6, None, None, [1, 2, 3, 4, 5, 6]),
+        (6, 2, None, [5, 6]),
+        (6, 1, 3, [3, 6]),
+        (6, 9, None, [1, 2, 3, 4, 5, 6]),
+        (6, 2, 2, [2, 4, 5, 6]),
+        # A run that was resumed from 3, since 6 is damaged: what it goes on from next is not 6.
+        (4, 1, None, [4, 5, 6]),
     ],
 )
-def test_the_last_ones_and_every_nth_are_kept(tmp_path: Path, last: int | None, every: int | None, kept: list) -> None:
-    for step in range(1, 7):
-        written(tmp_path, step)
-    remove_old(tmp_path, last, every)
+def test_the_last_ones_and_every_nth_are_kept(
+    tmp_path: Path, step: int, last: int | None, every: int | None, kept: list
+) -> None:
+    for number in range(1, 7):
+        written(tmp_path, number)
+    remove_old(tmp_path, step, last, every)
     assert [int(folder.name[-6:]) for folder in checkpoints(tmp_path)] == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
 
@@ -120,5 +132,44 @@ def test_a_checkpoint_whose_removal_is_cut_short_is_none_any_more(
 ) -> None:
     written(tmp_path, 1), written(tmp_path, 2)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **named: None)
-    remove_old(tmp_path, 1, None)
+    remove_old(tmp_path, 2, 1, None)
     assert checkpoints(tmp_path) == [tmp_path / "checkpoint-000002"]
+
+
+# One run at a time
+
+
+HOLDING = """
+import sys
+from pathlib import Path
+from qie.training.lock import locked
+
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_is_of_one_run_until_that_ends_or_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDING, str(tmp_path / "runs" / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holding:
+        assert holding.stdout and holding.stdout.readline() == "locked\n"
+        with pytest.raises(UsageError, match="another run") as caught, locked(tmp_path / "runs" / "run"):
+            pass
+        assert f"process {holding.pid} on " in str(caught.value.found)
+        holding.kill()
+    assert [path.name for path in (tmp_path / "runs" / "run").iterdir()] == [LOCK_FILE]
+    with locked(tmp_path / "runs" / "run"):
+        pass
+    assert list((tmp_path / "runs" / "run").iterdir()) == []
+
+
+def test_a_lock_leaves_no_folder_that_was_not_used_and_follows_no_link(tmp_path: Path) -> None:
+    with locked(tmp_path / "runs" / "run"):
+        assert (tmp_path / "runs" / "run" / LOCK_FILE).is_file()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "precious").write_text("content")
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "precious")
+    with pytest.raises(QieError, match="cannot be written"), locked(tmp_path):
+        pass
+    assert (tmp_path / "precious").read_text() == "content"

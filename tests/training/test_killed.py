@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,10 @@ from safetensors.torch import load_file
 
 from qie.data.sources import open_source
 from qie.precompute import precompute
+from qie.training.card import read_run
+from qie.training.checkpoint import checkpoints, read_state
 from tests.conftest import ROOT
+from tests.training.runs import ADAPTER, Bench, checkpoint, lines
 
 DYING = """
 import os, signal, sys
@@ -118,3 +123,78 @@ def test_a_signal_ends_a_run_after_its_step_saved_and_with_0(config: Path, tmp_p
     assert process.returncode == 0, errors
     assert "stopped after 4 steps" in output
     assert os.listdir(tmp_path / "run") and (tmp_path / "run" / "checkpoint-000004" / "state.json").is_file()
+
+
+# Every moment
+
+
+class Moments:
+    """Copies of a folder as a kill -9 would leave it, before each operation on a file; equal ones once.
+
+    A kill keeps what a process has written, and runs none of its clean-up: a copy of the folder is what it leaves.
+    """
+
+    def __init__(self, folder: Path, copies: Path) -> None:
+        self.folder, self.copies, self.count = folder, copies, 0
+        self._before: list[tuple[str, int, int]] | None = None
+        self._watching = False
+
+    def __enter__(self) -> Moments:
+        # A hook cannot be taken away again.
+        sys.addaudithook(self._see)
+        self._watching = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watching = False
+
+    def _see(self, event: str, arguments: tuple[object, ...]) -> None:
+        if not self._watching or not event.startswith(("open", "os.", "fcntl.", "shutil.")):
+            return
+        self._watching = False
+        paths = sorted(self.folder.rglob("*"))
+        now = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path.exists()]
+        if now != self._before:
+            self._before = now
+            if self.folder.is_dir():
+                shutil.copytree(self.folder, self.copies / f"{self.count:03d}")
+                self.count += 1
+        self._watching = True
+
+
+def listing(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.name for path in folder.iterdir()))
+
+
+def without_times(folder: Path) -> dict[str, object]:
+    report = asdict(read_run(folder))
+    varying = ("config", "started", "finished", "peak_memory_bytes", "samples_per_s")
+    return {name: value for name, value in report.items() if name not in varying} | {"done": bool(report["finished"])}
+
+
+def goes_on(bench: Bench, folder: Path, whole: Path, **settings: object) -> None:
+    """That a run resumed from a folder, or without a checkpoint started anew, leaves what one run leaves."""
+    bench.train(folder, *(("--resume", "latest") if checkpoints(folder) else ()), **settings)
+    assert listing(folder) == listing(whole)
+    assert lines(folder) == lines(whole)
+    assert without_times(folder) == without_times(whole)
+    for name in (ADAPTER, f"ema/{ADAPTER}", "optimizer.safetensors"):
+        assert (checkpoint(folder, 3) / name).read_bytes() == (checkpoint(whole, 3) / name).read_bytes()
+
+
+def test_killed_at_every_operation_on_a_file_a_run_goes_on_or_starts_again(bench: Bench, tmp_path: Path) -> None:
+    settings = {"train__max_steps": 3, "train__checkpoint_every": 1, "train__keep_last": 1, "train__ema_decay": 0.5}
+    with Moments(tmp_path / "whole", tmp_path / "killed") as moments:
+        bench.train(tmp_path / "whole", **settings)
+    assert listing(tmp_path / "whole") == ("checkpoint-000003", "metrics.jsonl", "run.json")
+    kinds = set()
+    for number in range(moments.count):
+        folder = tmp_path / "killed" / f"{number:03d}"
+        for whole in checkpoints(folder):
+            assert read_state(whole)["step"] == int(whole.name[-6:])
+        if listing(folder) not in kinds:
+            kinds.add(listing(folder))
+            goes_on(bench, folder, tmp_path / "whole", **settings)
+    assert moments.count > 50 and len(kinds) > 12
+    assert any("checkpoint-000001.partial" in kind and "checkpoint-000001" not in kind for kind in kinds)
+    assert any("checkpoint-000001.removed" in kind for kind in kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -22,7 +23,8 @@ from qie.training import resuming, trainee
 from qie.training import run as run_module
 from qie.training.checkpoint import read_state
 from qie.training.lora import adapter_state
-from qie.training.run import OPTIMIZER_FILE, Run
+from qie.training.resuming import OPTIMIZER_FILE
+from qie.training.run import Run
 from qie.training.step import Losses, Objective
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines, losses, names, tree
 
@@ -315,8 +317,208 @@ def test_epochs_of_unknown_length_are_refused(bench: Bench, tmp_path: Path, phot
     assert not (tmp_path / "run").exists()
 
 
-def test_a_state_that_lacks_something_is_no_traceback(bench: Bench, stopped: Path) -> None:
-    state = json.loads((checkpoint(stopped, 2) / "state.json").read_text())
-    del state["optimizer"], state["stream"]
-    (checkpoint(stopped, 2) / "state.json").write_text(json.dumps(state))
-    refused_to_resume(bench, stopped, {}, ("damaged", "KeyError"))
+# Checkpoints that someone has changed, with hashes that fit
+
+
+def edited(*place: str, value: object) -> Callable[[Path], None]:
+    """Sets, or with None for no value removes, an entry of state.json."""
+
+    def edit(folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text())
+        entry = state
+        for name in place[:-1]:
+            entry = entry[name]
+        entry[place[-1]] = value
+        (folder / "state.json").write_text(json.dumps(state))
+
+    return edit
+
+
+def without(*place: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text())
+        entry = state
+        for name in place[:-1]:
+            entry = entry[name]
+        del entry[place[-1]]
+        (folder / "state.json").write_text(json.dumps(state))
+
+    return remove
+
+
+def replaced(name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Changes the tensors of a file."""
+
+    def replace(folder: Path) -> None:
+        tensors = load_file(folder / name)
+        change(tensors)
+        save_file(tensors, folder / name)
+
+    return replace
+
+
+def first_of(tensors: dict[str, torch.Tensor]) -> str:
+    return min(name for name, tensor in tensors.items() if tensor.ndim and tensor.dtype == torch.float32)
+
+
+def spoil(tensors: dict[str, torch.Tensor], value: float) -> None:
+    tensors[first_of(tensors)].view(-1)[-1] = value
+
+
+def reshape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[first_of(tensors)] = torch.zeros(3, 5)
+
+
+def rename(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["nobody/exp_avg"] = tensors.pop(first_of(tensors))
+
+
+def garbage(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(b"no tensors") and None  # type: ignore[func-returns-value]
+
+
+def gone(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+EMA = f"ema/{ADAPTER}"
+STATE = {
+    "step is text": edited("step", value="2"),
+    "step is nothing": edited("step", value=None),
+    "step is negative": edited("step", value=-1),
+    "step is a fraction": edited("step", value=1.5),
+    "step is another": edited("step", value=1),
+    "batches are fewer than steps": edited("batches", value=0),
+    "batches are a list": edited("batches", value=[]),
+    "nonfinite is nothing": edited("nonfinite", value=None),
+    "stream is a list": edited("stream", value=[]),
+    "stream is empty": edited("stream", value={}),
+    "stream is of nothing": edited("stream", "of", value=[]),
+    "epoch is negative": edited("stream", "epoch", value=-1),
+    "epoch is huge": edited("stream", "epoch", value=10**30),
+    "position is text": edited("stream", "position", value="0"),
+    "position is behind the epoch": edited("stream", "position", value=10**6),
+    "optimizer is missing": without("optimizer"),
+    "optimizer is a list": edited("optimizer", value=[]),
+    "a group too many": edited("optimizer", "group 7/lr", value=1),
+    "a group without a number": edited("optimizer", "group x/lr", value=1),
+    "state of no parameter": edited("optimizer", "nobody/step", value=1),
+    "betas are a number": edited("optimizer", "group 0/betas", value=3),
+    "rate is text": edited("optimizer", "group 0/lr", value="x"),
+    "rate is no number": edited("optimizer", "group 0/lr", value=math.nan),
+    "schedule is a list": edited("schedule", value=[]),
+    "schedule is empty": edited("schedule", value={}),
+    "schedule is of another step": edited("schedule", "last_epoch", value=0),
+    "schedule has no rates": edited("schedule", "_last_lr", value=[]),
+    "schedule starts from text": edited("schedule", "base_lrs", value=["x"]),
+    "run is a list": edited("run", value=[]),
+    "files are a list": edited("files", value=[]),
+    "a file without facts": edited("files", ADAPTER, value=3),
+}
+FILES = {
+    "no moments": (OPTIMIZER_FILE, gone(OPTIMIZER_FILE)),
+    "moments are noise": (OPTIMIZER_FILE, garbage(OPTIMIZER_FILE)),
+    "a moment is NaN": (OPTIMIZER_FILE, replaced(OPTIMIZER_FILE, lambda tensors: spoil(tensors, math.nan))),
+    "a moment is infinite": (OPTIMIZER_FILE, replaced(OPTIMIZER_FILE, lambda tensors: spoil(tensors, math.inf))),
+    "a moment of no parameter": (OPTIMIZER_FILE, replaced(OPTIMIZER_FILE, rename)),
+    "a moment of another shape": (OPTIMIZER_FILE, replaced(OPTIMIZER_FILE, reshape)),
+    "a moment is missing": (OPTIMIZER_FILE, replaced(OPTIMIZER_FILE, lambda tensors: tensors.pop(first_of(tensors)))),
+}
+FILES |= {
+    f"{name}: {what}": (name, change)
+    for name in (ADAPTER, EMA)
+    for what, change in {
+        "missing": gone(name),
+        "noise": garbage(name),
+        "NaN": replaced(name, lambda tensors: spoil(tensors, math.nan)),
+        "another name": replaced(name, rename),
+        "another shape": replaced(name, reshape),
+    }.items()
+}
+TAMPERED = {name: ("state.json", change) for name, change in STATE.items()} | FILES
+
+
+def with_fitting_hashes(folder: Path) -> None:
+    state = json.loads((folder / "state.json").read_text())
+    state.pop("sha256", None)
+    if isinstance(state["files"], dict):
+        for name, facts in list(state["files"].items()):
+            file = folder / name
+            if not file.is_file():
+                del state["files"][name]
+            elif isinstance(facts, dict):
+                facts.update(size=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+@pytest.fixture(scope="module")
+def averaged(bench: Bench) -> Path:
+    """A run of two steps with averages."""
+    bench.train(bench.folder / "averaged", train__max_steps=2, train__checkpoint_every=1, train__ema_decay=0.5)
+    return bench.folder / "averaged"
+
+
+def test_checkpoints_that_were_changed_are_refused_with_the_file_and_the_one_before(
+    bench: Bench, averaged: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(averaged, tmp_path / "unhashed")
+    with_fitting_hashes(checkpoint(tmp_path / "unhashed", 2))  # as earlier versions wrote it
+    settings = {"train__ema_decay": 0.5, "train__max_steps": 3}
+    bench.train(tmp_path / "unhashed", "--resume", "latest", **settings)
+    for number, (what, (name, change)) in enumerate(TAMPERED.items()):
+        output = tmp_path / str(number)
+        shutil.copytree(averaged, output)
+        change(checkpoint(output, 2))
+        with_fitting_hashes(checkpoint(output, 2))
+        result = bench.train(output, "--resume", "latest", code=None, **settings)
+        assert result.exit_code == 1, (what, result.output)
+        assert "damaged" in result.stderr or "other tensors" in result.stderr, (what, result.stderr)
+        assert name.partition("/")[0] in result.stderr and str(checkpoint(output, 2)) in result.stderr, (
+            what,
+            result.stderr,
+        )
+        assert names(output) == ["checkpoint-000001", "checkpoint-000002"], what
+
+
+def test_a_transformer_that_was_changed_is_refused(bench: Bench, tmp_path: Path) -> None:
+    settings = {"model__lora": None, "train__max_steps": 1, "optimizer__init_args": {"lr": 1e-3}}
+    bench.train(tmp_path / "all", **settings)
+    weights = "transformer/diffusion_pytorch_model.safetensors"
+
+    def narrower(folder: Path) -> None:
+        config = json.loads((folder / "transformer" / "config.json").read_text())
+        (folder / "transformer" / "config.json").write_text(json.dumps(config | {"num_layers": 1}))
+
+    changes = [
+        narrower,
+        gone("transformer/config.json"),
+        garbage("transformer/config.json"),
+        garbage(weights),
+        replaced(weights, lambda tensors: spoil(tensors, math.nan)),
+        replaced(weights, lambda tensors: tensors.pop(first_of(tensors))),
+        replaced(weights, reshape),
+    ]
+    for number, change in enumerate(changes):
+        output = tmp_path / str(number)
+        shutil.copytree(tmp_path / "all", output)
+        change(checkpoint(output, 1))
+        with_fitting_hashes(checkpoint(output, 1))
+        message = bench.train(output, "--resume", "latest", code=1, **settings | {"train__max_steps": 2}).stderr
+        assert "damaged" in message and "transformer: " in message, (number, message)
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Run.take_step
+
+    def overflow(run: Run):
+        found = step(run)
+        if run.step == 2:
+            next(iter(run.trainee.parameters.values())).data.view(-1)[0] = math.inf
+        return found
+
+    monkeypatch.setattr(Run, "take_step", overflow)
+    message = bench.train(tmp_path, train__max_steps=2, train__checkpoint_every=1, code=1).stderr
+    assert "not finite" in message and "lora_A" in message and "--resume latest" in message
+    assert names(tmp_path) == ["checkpoint-000001"]

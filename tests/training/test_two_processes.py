@@ -10,9 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from qie.config import Config
 from qie.data.sources import open_source
+from qie.devices import resolve_device
+from qie.errors import UsageError
+from qie.opening import open_accelerator
 from qie.precompute import precompute
 from tests.conftest import ROOT
 
@@ -41,17 +46,26 @@ def shards(photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def train(
-    folder: Path, shards: Path, config: dict, batch_size: int, *more: str, launcher: tuple[str, ...] = ALONE
-) -> None:
+    folder: Path,
+    shards: Path,
+    config: dict,
+    batch_size: int,
+    *more: str,
+    launcher: tuple[str, ...] = ALONE,
+    code: int = 0,
+) -> str:
+    """What it said on stderr."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     settings = (f"data.batch_size={batch_size}", f"train.output_dir={folder}")
     command = [sys.executable, *launcher, str(shards), "--quiet", "--config", str(folder / "config.yaml")]
     command += [*(word for one in settings for word in ("--set", one)), *more]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # Nobody says that there is no GPU: that follows from what is there.
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     # The limit is far above what it takes: a hang is to end as a failure.
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stderr
 
 
 def configured(model: Path, lora: dict | None) -> dict:
@@ -96,3 +110,39 @@ def test_two_processes_train_as_one_does_and_their_checkpoints_move(
     assert losses(tmp_path / "two") == expected
     train(tmp_path / "one", shards, config, 1, "--resume", "latest", launcher=launcher)
     assert losses(tmp_path / "one") == expected
+
+
+def test_what_is_refused_ends_all_processes_with_one_message(
+    alone: tuple[dict, Path], shards: Path, tmp_path: Path
+) -> None:
+    """The main process holds the folder's lock, and the others wait for its word."""
+    config, one = alone
+    message = train(one, shards, config, 1, launcher=LAUNCHERS["DDP"], code=1)
+    assert message.count("the output folder holds a run already") == 1
+    assert "checkpoint-000006" in os.listdir(one) and ".lock" not in os.listdir(one)
+
+
+def test_processes_that_do_not_find_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_accelerator(Config()).num_processes == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="would train apart") as caught:
+        open_accelerator(Config())
+    assert (caught.value.where, caught.value.found) == ("WORLD_SIZE", 1)
+    assert "torchrun" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "device"),
+    [(None, 2, "cuda:0"), ("0", 2, "cuda:0"), ("1", 2, "cuda:1"), ("3", 2, "cuda:1"), ("3", 1, "cuda:0")],
+)
+def test_auto_is_the_gpu_of_each_process(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, count: int, device: str
+) -> None:
+    """So encoders of several processes that encode live do not meet on the first GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert resolve_device("auto", "cache.vae_encoder_device") == torch.device(device)
+    assert resolve_device("cuda:0", "cache.vae_encoder_device") == torch.device("cuda:0")
