@@ -41,8 +41,9 @@ def generate(folder: Path, count: int, indexes: bool) -> int:
     stamps = LocalFolder(folder).stamps()
     shards = []
     for number in numbers:
-        stem = shard_stem(number * SHARD_SIZE, (number + 1) * SHARD_SIZE)
-        shards.append(CompactShard(stem, base.filesize, base.sha256, stamps[f"{stem}.json"], ()))
+        rows = number * SHARD_SIZE, (number + 1) * SHARD_SIZE
+        stem = shard_stem(*rows)
+        shards.append(CompactShard(stem, base.filesize, base.sha256, stamps[f"{stem}.json"], (), rows))
     write_compact(LocalFolder(folder), Compact(RECIPE, tuple(shards), _table(base, len(numbers))))
     return len(numbers) * SHARD_SIZE
 

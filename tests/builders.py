@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from qie.recipe import Recipe
+from qie.recipe import Recipe, canonical_json, json_hash
 from qie.shards.index import Entry, ShardIndex, Skipped
 from qie.shards.record import encode
 from qie.shards.writer import ShardWriter
@@ -120,6 +120,21 @@ def write_versions(
                     entry = replace(make_entry(sample, row), variant=variant, source=source)
                     shard.add(entry, encode(sample, RECIPE.digest))
         return shard.publish()
+
+
+def rewrite_index(path: Path, change: Callable[[dict[str, Any]], object], *, own_hash: bool = False) -> None:
+    """Change what an index says; it then has no hash of its own, as one from before there was one, unless asked for."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values.pop("this_sha256", None)
+    change(values)
+    if own_hash:
+        values["this_sha256"] = json_hash(values)
+    path.write_text((canonical_json if own_hash else json.dumps)(values) + "\n", encoding="utf-8")
+
+
+def without_own_hash(text: str) -> str:
+    """An index as it was written before it had a hash of its own."""
+    return text[: text.index(',"this_sha256":')] + "}"
 
 
 def split_record(record: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:

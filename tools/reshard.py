@@ -3,10 +3,10 @@
     python tools/reshard.py SHARDS... --output DIR|URL [--shard-size N] [--rows A-B] [--only-source NAME]
                             [--drop-keys FILE] [--renumber] [--quiet]
 
-SHARDS are folders, globs or patterns with {000..999} braces, paths or URLs, of one recipe. Rows keep their numbers and
-records their bytes: the output is what qie-precompute would have written with that shard size. Several places that
-number their rows alike, such as the shards of two sources, are merged with --renumber: each place's rows are numbered
-on from those of the place before.
+SHARDS are folders, globs or patterns with braces such as {a,b}/*.tar, paths or URLs, of one recipe. Rows keep their
+numbers and records their bytes: the output is what qie-precompute would have written with that shard size. Several
+places that number their rows alike, such as the shards of two sources, are merged with --renumber: each place's rows
+are numbered on from those of the place before.
 
 --rows copies the rows [A, B), by their new numbers; A- means all from A. --only-source and --drop-keys (one key, 64 hex
 characters, a line) leave samples out; their rows are listed as skipped, with the reason. Run again after it was

@@ -23,7 +23,7 @@ GALLERY = 24
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("shards", nargs=-1, required=True)
-@click.option("--verify", is_flag=True, help="Rehash every shard against its index.")
+@click.option("--verify", is_flag=True, help="Read every sample as training does, and compare every hash.")
 @click.option("--compact", is_flag=True, help="Write one index of all shards into each folder: it opens in seconds.")
 @click.option("--source", "whole", metavar="SOURCE", help="The rows that should be there: tell of missing last ones.")
 @click.option(
@@ -50,7 +50,7 @@ GALLERY = 24
 @quiet_option
 @explained
 def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
-    """Summarise SHARDS: folders, globs, or patterns with {000..999} braces, paths or URLs.
+    """Summarise SHARDS: folders, globs, or patterns with braces such as {a,b}/*.tar, paths or URLs.
 
     Exits with 1 when anything is wrong: unreadable or damaged shards, missing rows, rows held twice, mixed recipes.
     """
@@ -203,6 +203,8 @@ def _print(summary: Summary, verified: bool) -> None:
         echo(f"fault: {fault}", err=True)
     if verified and not summary.faults:
         echo("verified: every shard is what its index says")
+    if verified and summary.unhashed:
+        echo(f"note: {summary.unhashed} indexes have no hash of their own: an earlier qie wrote them")
 
 
 def _print_counts(counts: dict[str, int]) -> None:

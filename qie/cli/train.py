@@ -36,7 +36,7 @@ def main(
     overrides: tuple[str, ...],
     quiet: bool,
 ) -> None:
-    """Train on SHARDS: folders, globs, or patterns with {000..999} braces, paths or URLs.
+    """Train on SHARDS: folders, globs, or patterns with braces such as {a,b}/*.tar, paths or URLs.
 
     Without SHARDS those in cache.cache_dir are used; with cache.use_cache false, or without a cache_dir, the rows of
     data.source are encoded live. So are those that the shards lack.

@@ -60,7 +60,7 @@ def precompute(
         report = run_workers(workers, partial(_engine, output, settings, encoder.recipe), shards, progress)
     else:
         report = Engine(source, encoder, output, settings, progress).run(shards)
-    require_disjoint(published(output))
+    require_disjoint((index, rows_of(index)) for index in published(output))
     return report
 
 
@@ -84,7 +84,7 @@ def check_output(output: Folder, recipe: Recipe, source_rows: int) -> list[File]
         UsageError: it holds rows that the source no longer has.
     """
     there = published(output)
-    require_disjoint(there)
+    require_disjoint((index, rows_of(index)) for index in there)
     if there:
         recipe.require_equal(
             read_index(there[0]).recipe, there[0], "write to another folder, or delete the shards in this one"

@@ -26,7 +26,7 @@ from qie.precompute.work import Settings
 from qie.precompute.workers import Opener
 from qie.recipe import Recipe
 from qie.shards.parts import require_disjoint
-from qie.shards.storage import published
+from qie.shards.storage import published, rows_of
 from qie.stores import Folder
 
 RETRIES = 5
@@ -83,7 +83,7 @@ def precompute_on_ray(
             report = _together(reports, slots, time.monotonic() - started)
             progress(report)
             running += [work(part) for _, part in zip(range(1), waiting, strict=False)]
-    require_disjoint(published(output))
+    require_disjoint((index, rows_of(index)) for index in published(output))
     return report
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from qie.errors import ShardError
 from qie.paths import open_own
-from qie.stores import File
+from qie.stores import File, WholeFilesError
 
 PART_BYTES = 8 * 2**20
 PARALLEL_PARTS = 4
@@ -136,7 +136,7 @@ def _download(file: File, size: int, sha256: str, partial: Path) -> None:
     for _ in range(ATTEMPTS):
         digest = hashlib.sha256()
         with open_own(partial) as copy, ThreadPoolExecutor(PARALLEL_PARTS) as pool:
-            for part in _in_order(pool, file, range(0, size, PART_BYTES), size):
+            for part in _content(pool, file, size):
                 digest.update(part)
                 copy.write(part)
             copy.flush()
@@ -152,6 +152,13 @@ def _download(file: File, size: int, sha256: str, partial: Path) -> None:
         found=found,
         hint="copy it to the store again, or delete it with its index and run qie-precompute again",
     )
+
+
+def _content(pool: ThreadPoolExecutor, file: File, size: int) -> Iterator[bytes]:
+    try:
+        yield from _in_order(pool, file, range(0, size, PART_BYTES), size)
+    except WholeFilesError:  # said of the first part, before anything came
+        yield file.read()
 
 
 def _in_order(pool: ThreadPoolExecutor, file: File, starts: range, size: int) -> Iterator[bytes]:

@@ -2,13 +2,16 @@
 
 It is made on request, published by rename, and never trusted against what is there: a shard whose index is not the one
 that was compacted is read from its own index. The norm of a shard stays its own index; this file may be deleted.
+Whoever made it, what it says is checked before it is used, as an index is: see docs/format.md.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,10 @@ from safetensors.numpy import load, save
 
 from qie.errors import ShardError
 from qie.recipe import Recipe, canonical_json
-from qie.shards.index import Skipped
-from qie.shards.table import COLUMNS, Table
-from qie.stores import File, Folder, MissingError
+from qie.shards.index import ShardIndex, Skipped, first_fault, is_digest, parse_stem, require_recipe_fields
+from qie.shards.record import Whole
+from qie.shards.table import COLUMNS, HASH_BYTES, PIXEL_BYTES, Table
+from qie.stores import File, Folder, MissingError, ObjectFolder
 from qie.types import Shape
 
 COMPACT_NAME = "index.safetensors"
@@ -36,13 +40,20 @@ class CompactShard:
         filesize, sha256: of its tar.
         stamp: of its index; see `Folder.stamps`.
         skipped: rows that it does not hold.
+        rows: [start, stop) that it accounts for.
     """
 
     stem: str
-    filesize: int
+    filesize: Whole
     sha256: str
     stamp: str
     skipped: tuple[Skipped, ...]
+    rows: tuple[Whole, Whole]
+
+    @classmethod
+    def of(cls, stem: str, index: ShardIndex, stamp: str) -> CompactShard:
+        """What an index says of its shard."""
+        return cls(stem, index.filesize, index.sha256, stamp, index.skipped, index.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +63,27 @@ class Compact:
     recipe: Recipe
     shards: tuple[CompactShard, ...]
     table: Table
+
+
+@dataclass(frozen=True)
+class ManifestFolder(ObjectFolder):
+    """A folder of a web server, which lists nothing: what is in it is what its compacted index says."""
+
+    compact: Compact = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, folder: ObjectFolder) -> ManifestFolder:
+        """Fetch it, in one request. Raises ShardError when there is none, or when it is damaged."""
+        compact = read_compact(folder)
+        if compact is None:
+            raise ShardError(
+                "a folder on a web server has no compacted index, and nothing else tells its shards",
+                where=folder.url,
+                expected=COMPACT_NAME,
+                hint="write it with qie-stats --compact before the folder is copied to the server, or name each shard, "
+                "such as {00000000-00000064,00000064-00000128}.tar",
+            )
+        return cls(folder.url, folder.prefix, folder.connection, compact)
 
 
 def write_compact(folder: Folder, compact: Compact) -> File:
@@ -90,30 +122,112 @@ def read_compact(folder: Folder) -> Compact | None:
         if _digest(text, columns) != digest:
             raise ValueError("its SHA-256 is another one than it says")
         return _parsed(json.loads(text), columns)
-    except (ValueError, KeyError, TypeError, SafetensorError, ValidationError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, SafetensorError, RecursionError) as error:
         raise ShardError(
             "the compacted index is damaged",
             where=file,
-            found=" ".join(str(error).split())[:200],
+            found=first_fault(error) if isinstance(error, ValidationError) else " ".join(str(error).split())[:200],
             hint="delete it, or make it again with qie-stats --compact: the shards' own indexes hold all it says",
         ) from error
 
 
-_SHARDS = TypeAdapter(tuple[CompactShard, ...])
-_RECIPE = TypeAdapter(Recipe)
-_SHAPES = TypeAdapter(tuple[Shape, ...])
-_NAMES = TypeAdapter(tuple[str, ...])
+@dataclass(frozen=True)
+class _About:
+    """What it says beside its columns."""
+
+    recipe: Recipe
+    shards: tuple[CompactShard, ...]
+    shape_names: tuple[Shape, ...]
+    source_names: tuple[str, ...]
+
+
+_ABOUT = TypeAdapter(_About)
 
 
 def _parsed(about: dict[str, Any], columns: dict[str, np.ndarray]) -> Compact:
-    if about["version"] != COMPACT_VERSION or set(columns) != set(COLUMNS):
+    if about["version"] != COMPACT_VERSION:
         raise ValueError(f"version {about['version']}, expected {COMPACT_VERSION}")
-    table = Table(
-        **columns,
-        shape_names=_SHAPES.validate_python(about["shape_names"]),
-        source_names=_NAMES.validate_python(about["source_names"]),
-    )
-    return Compact(_RECIPE.validate_python(about["recipe"]), _SHARDS.validate_python(about["shards"]), table)
+    require_recipe_fields(about["recipe"])
+    for shard in about["shards"]:
+        shard.setdefault("rows", parse_stem(shard["stem"]))  # which older ones leave to the name
+    if columns.keys() != COLUMNS.keys():
+        raise ValueError(f"columns are missing or unknown: {', '.join(sorted(columns.keys() ^ COLUMNS.keys()))}")
+    parsed = _ABOUT.validate_python(about)
+    table = Table(**columns, shape_names=parsed.shape_names, source_names=parsed.source_names)
+    compact = Compact(parsed.recipe, parsed.shards, table)
+    _require_shards(compact.shards)
+    _require_columns(table)
+    _require_sense(compact)
+    return compact
+
+
+def _require_shards(shards: Sequence[CompactShard]) -> None:
+    """Raise ValueError unless each is a file's name and rows of its own."""
+    for shard in shards:
+        if not shard.stem or set("/\\\0") & set(shard.stem) or not is_digest(shard.sha256):
+            raise ValueError(f"no shard: {shard.stem!r} of SHA-256 {shard.sha256!r}")
+        if shard.rows[0] >= shard.rows[1] or parse_stem(shard.stem) not in (None, shard.rows):
+            raise ValueError(f"{shard.stem} cannot hold the rows {list(shard.rows)}")
+    for first, second in pairwise(sorted(shards, key=lambda shard: shard.rows)):
+        if second.rows[0] < first.rows[1]:
+            raise ValueError(f"{first.stem} and {second.stem} hold the same rows")
+    if len({shard.stem for shard in shards}) < len(shards):
+        raise ValueError("two shards have one name")
+
+
+def _require_columns(table: Table) -> None:
+    """Raise ValueError unless each is of its type, with a value for each sample."""
+    for name, dtype in COLUMNS.items():
+        column = getattr(table, name)
+        shape = (table.rows.size, HASH_BYTES) if name in ("keys", "hashes") else (table.rows.size,)
+        if column.dtype != dtype or column.shape != shape:
+            raise ValueError(f"{name} is {column.dtype} {list(column.shape)}, expected {dtype} {list(shape)}")
+
+
+def _require_sense(compact: Compact) -> None:
+    """Raise ValueError unless every value of the columns fits the others, and its shard."""
+    table, shards = compact.table, compact.shards
+    numbered = {
+        "shards": (table.shards, len(shards)),
+        "shapes": (table.shapes, len(table.shape_names)),
+        "sources": (table.sources, len(table.source_names)),
+    }
+    for name, (numbers, count) in numbered.items():
+        if ((numbers < 0) | (numbers >= count)).any():
+            raise ValueError(f"{name} holds numbers that are not of [0, {count})")
+    for shape in table.shape_names:
+        if not shape.controls or min(side for size in (shape.target, *shape.controls) for side in size) < 1:
+            raise ValueError(f"no shape: {shape}")
+    starts, stops = np.array([shard.rows for shard in shards], np.int64).reshape(-1, 2)[table.shards].T
+    ends = np.array([shard.filesize for shard in shards], np.int64)[table.shards]
+    shard, row, variant = (np.diff(column.astype(np.int64)) for column in (table.shards, table.rows, table.variants))
+    rising = (shard > 0) | (shard == 0) & ((row > 0) | (row == 0) & (variant > 0))
+    odd = {
+        "rows": (table.rows < starts) | (table.rows >= stops),
+        "variants": table.variants < 0,
+        "order of shards, rows and variants": ~rising,
+        "sizes": (table.sizes < _least_sizes(compact)) | (table.sizes > ends),
+        "offsets": (table.offsets < 0) | (table.offsets > ends - table.sizes),
+        "tokens": table.tokens < 1,
+        "widths": table.widths < 1,
+        "prefixes": (table.prefixes < 0) | (table.prefixes > np.minimum(table.tokens, table.empty_tokens)),
+    }
+    for name, places in odd.items():
+        if places.any():
+            raise ValueError(f"{name} cannot be so, at sample {int(np.argmax(places))}")
+
+
+def _least_sizes(compact: Compact) -> np.ndarray:
+    """Bytes that the tensors of each sample take, and the length in front of a record. In floats, which do not wrap."""
+    table = compact.table
+    sides = [(shape, shape.target[0] * shape.target[1]) for shape in table.shape_names]
+    latents = [PIXEL_BYTES * (area + sum(h * w for h, w in shape.controls)) for shape, area in sides]
+    small = [compact.recipe.thumbnail_size(shape) or (0, 0) for shape, _ in sides]
+    fixed = np.array([size + 3 * h * w for size, (h, w) in zip(latents, small, strict=True)], np.float64)
+    areas = np.array([area for _, area in sides], np.float64)
+    embeds = 2.0 * table.widths * (table.tokens.astype(np.float64) + table.empty_tokens - table.prefixes)
+    masks = table.tokens.astype(np.float64) + table.empty_tokens + areas[table.shapes] * table.masked
+    return fixed[table.shapes] + embeds + masks + 8
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,9 @@ from qie.shards.record import FORMAT_VERSION, Whole, tensor_bytes
 from qie.stores import File, MissingError
 from qie.types import Row, Sample, Shape
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _STEM = re.compile(r"(\d{8,})-(\d{8,})")
+_OWN_HASH = ',"this_sha256":"'
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,11 @@ class Skipped:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What one shard holds: rows [start, stop), each version of a row either an entry or skipped."""
+    """What one shard holds: rows [start, stop), each version of a row either an entry or skipped.
+
+    `this_sha256` is the hash that its file gives for itself: None where it was written before there was one, and where
+    it was not read from a file.
+    """
 
     start: Whole
     stop: Whole
@@ -108,6 +114,12 @@ class ShardIndex:
     files: dict[str, Member]
     samples: tuple[Entry, ...]
     skipped: tuple[Skipped, ...]
+    this_sha256: str | None = field(default=None, compare=False)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """[start, stop)."""
+        return self.start, self.stop
 
     @property
     def accounts(self) -> list[Entry | Skipped]:
@@ -117,7 +129,10 @@ class ShardIndex:
 
     def to_json(self) -> str:
         recipe = self.recipe.to_dict() | {"digest": self.recipe.digest}
-        return canonical_json(vars(self) | {"format_version": FORMAT_VERSION, "recipe": recipe})
+        values = vars(self) | {"format_version": FORMAT_VERSION, "recipe": recipe}
+        del values["this_sha256"]
+        text = canonical_json(values)
+        return f'{text[:-1]}{_OWN_HASH}{_sha256(text.encode())}"}}'  # its name sorts behind all others
 
 
 @dataclass(frozen=True)
@@ -133,6 +148,7 @@ class _Stored:
     files: dict[str, Member]
     samples: tuple[Entry, ...]
     skipped: tuple[Skipped, ...]
+    this_sha256: Any = None
 
 
 _INDEX = TypeAdapter(ShardIndex)
@@ -141,17 +157,22 @@ _STORED = TypeAdapter(_Stored)
 
 def row_inputs(row: Row) -> dict[str, str]:
     """All of a row that its key is made of, by name: the first 16 hex characters of each SHA-256."""
-    inputs = {"target": row.target_hash[:16], "prompt": _short_hash(normal_prompt(row.prompt).encode())}
+    inputs = {"target": row.target_hash[:16], "prompt": _sha256(normal_prompt(row.prompt).encode())[:16]}
     inputs |= {f"control {number}": digest[:16] for number, digest in enumerate(row.control_hashes, start=1)}
     if row.mask is not None:
-        inputs["mask"] = _short_hash(row.mask)
+        inputs["mask"] = _sha256(row.mask)[:16]
     if row.augment is not None:
         inputs["augment"] = str(row.augment)
     return inputs
 
 
-def _short_hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def is_digest(text: str) -> bool:
+    """Whether a text is a SHA-256 as it is written here: 64 lower-case hex characters."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 def member_name(key: str) -> str:
@@ -164,7 +185,7 @@ def shard_stem(start: int, stop: int) -> str:
 
 
 def parse_stem(stem: str) -> tuple[int, int] | None:
-    """The range in a shard's name; None when it is no shard's name."""
+    """The range that a shard's name says; None of another name, as a shard may have that somebody renamed."""
     match = _STEM.fullmatch(stem)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -186,11 +207,12 @@ def read_index(place: File | str | Path) -> ShardIndex:
     try:
         index = _parse(_stored(text))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise _damaged(path, f"{'.'.join(str(step) for step in first['loc'])}: {first['msg']}") from error
+        raise _damaged(path, first_fault(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     _check(index, path)
+    if index.this_sha256 is not None and not _has_own_hash(text, index.this_sha256):
+        raise _damaged(path, "its SHA-256 is another one than it says")
     return index
 
 
@@ -201,20 +223,38 @@ def _stored(text: str) -> dict[str, Any]:
         return json.loads(text)  # type: ignore[no-any-return]  # what is wrong is said where all of it is checked
 
 
+def _has_own_hash(text: str, digest: str) -> bool:
+    """Whether a file ends in the hash of what stands before it, told by its text: it is canonical, so nothing has to be
+    written again to be hashed."""
+    before, _, after = text.rpartition(_OWN_HASH)
+    return after.rstrip("\n") == f'{digest}"}}' and _sha256(f"{before}}}".encode()) == digest
+
+
 def _parse(values: dict[str, Any]) -> ShardIndex:
     version = values["format_version"]
     if version != FORMAT_VERSION:
         raise ValueError(f"format version {version}, expected {FORMAT_VERSION}")
     digest = values["recipe"].pop("digest")
-    known = {field.name for field in fields(Recipe)}
-    odd = {name for name in values["recipe"].keys() ^ known if name in values["recipe"] or name not in LATER}
-    odd |= {name for name in LATER if values["recipe"].get(name, 0) is None}  # it would have no place in the digest
-    if odd:
-        raise ValueError(f"fields of the recipe are missing or unknown: {', '.join(sorted(odd))}")
+    require_recipe_fields(values["recipe"])
     index = _INDEX.validate_python(values)
     if index.recipe.digest != digest:
         raise ValueError(f"the recipe's digest is {index.recipe.digest}, not {digest}")
     return index
+
+
+def first_fault(error: ValidationError) -> str:
+    """Where values are not what they should be, and why."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(step) for step in first['loc'])}: {first['msg']}"
+
+
+def require_recipe_fields(recipe: dict[str, Any]) -> None:
+    """Raise ValueError unless these are the fields of a recipe as `Recipe.to_dict` gives them."""
+    known = {field.name for field in fields(Recipe)}
+    odd = {name for name in recipe.keys() ^ known if name in recipe or name not in LATER}
+    odd |= {name for name in LATER if recipe.get(name, 0) is None}  # it would have no place in the digest
+    if odd:
+        raise ValueError(f"fields of the recipe are missing or unknown: {', '.join(sorted(odd))}")
 
 
 def _damaged(path: File, found: str) -> ShardError:
@@ -228,7 +268,7 @@ def _damaged(path: File, found: str) -> ShardError:
 
 def _check(index: ShardIndex, path: File) -> None:
     """That the index agrees with itself: its name, its rows, its members."""
-    if parse_stem(path.stem) != (index.start, index.stop):
+    if parse_stem(path.stem) not in (None, (index.start, index.stop)):
         raise ShardError("the index is of another range than its name", where=path, found=[index.start, index.stop])
     found = [(one.row, one.variant) for one in index.accounts]
     # Versions are numbered from 0: counted within its row, each has the number that it says.

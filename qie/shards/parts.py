@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
@@ -11,10 +11,10 @@ from typing import TypeVar
 from qie.errors import ShardError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
-from qie.shards.compact import COMPACT_NAME, Compact, CompactShard, read_compact
+from qie.shards.compact import COMPACT_NAME, Compact, CompactShard, ManifestFolder, read_compact
 from qie.shards.index import Skipped
 from qie.shards.reader import Shard, Tar
-from qie.shards.storage import published, rows_of
+from qie.shards.storage import indexes_in
 from qie.shards.table import Table
 from qie.stores import File, Folder, StoreError
 
@@ -23,10 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Shards of one recipe. `table` numbers them as they stand in `tars`."""
+    """Shards of one recipe, and the rows [start, stop) of each. `table` numbers them as they stand in `tars`."""
 
     recipe: Recipe
     tars: tuple[Tar, ...]
+    rows: tuple[tuple[int, int], ...]
     table: Table
     skipped: tuple[Skipped, ...]
 
@@ -43,7 +44,7 @@ def open_parts(indexes: Sequence[File], cache: ShardCache | None = None, blame: 
     """
     for _, files in groupby(indexes, key=lambda index: index.folder.url):
         group = list(files)
-        compact = _blamed(blame, File(group[0].folder, COMPACT_NAME), partial(_current, group[0].folder))
+        compact = _blamed(blame, File(group[0].folder, COMPACT_NAME), partial(current_compact, group[0].folder))
         for compacted, run in groupby(group, key=lambda index: compact is not None and index.stem in compact[1]):
             if compacted:
                 assert compact is not None
@@ -71,9 +72,9 @@ def compacted(folder: Folder) -> Compact:
         ShardError: the folder holds no shards, or one of them is damaged, of another recipe, or of another's rows.
     """
     stamps = folder.stamps()
-    indexes = [index for index in published(folder) if index.name in stamps]  # others came just now
-    require_disjoint(indexes)
+    indexes = [index for index in indexes_in(folder) if index.name in stamps]  # others came just now
     shards = [Shard(index) for index in indexes]
+    require_disjoint([(shard.file, shard.index.rows) for shard in shards])
     if not shards:
         raise ShardError("no shards found", where=folder)
     recipe = shards[0].index.recipe
@@ -82,36 +83,39 @@ def compacted(folder: Folder) -> Compact:
     return Compact(
         recipe,
         tuple(
-            CompactShard(
-                stem=file.stem,
-                filesize=shard.index.filesize,
-                sha256=shard.index.sha256,
-                stamp=stamps[file.name],
-                skipped=shard.index.skipped,
-            )
+            CompactShard.of(file.stem, shard.index, stamps[file.name])
             for file, shard in zip(indexes, shards, strict=True)
         ),
         Table.joined([Table.of(shard.index, shard.file) for shard in shards]),
     )
 
 
-def require_disjoint(files: Sequence[File]) -> None:
-    """Raise ShardError when two shards of one folder hold the same rows."""
-    for first, second in pairwise(sorted(files, key=lambda file: (file.folder.url, rows_of(file)))):
-        if first.folder.url == second.folder.url and rows_of(second)[0] < rows_of(first)[1]:
+def require_disjoint(shards: Iterable[tuple[File, tuple[int, int]]]) -> None:
+    """Raise ShardError when two shards of one folder, given by a file of each and its rows, hold the same rows."""
+    for (first, mine), (second, theirs) in pairwise(sorted(shards, key=lambda one: (one[0].folder.url, one[1]))):
+        if first.folder.url == second.folder.url and theirs[0] < mine[1]:
             raise ShardError(
                 "two shards hold the same rows",
                 where=second,
-                found=f"rows [{rows_of(second)[0]}, {rows_of(first)[1]}) are in {first.name}, too",
+                found=f"rows [{theirs[0]}, {mine[1]}) are in {first.name}, too",
                 hint="delete one of the two with its index; qie-precompute writes what is then missing",
             )
 
 
-def _current(folder: Folder) -> tuple[Compact, dict[str, int]] | None:
-    """A folder's compacted index, and the numbers in it of the shards that are still what they were, by stem."""
+def current_compact(folder: Folder) -> tuple[Compact, dict[str, int]] | None:
+    """A folder's compacted index, and the numbers in it of the shards that are still what they were, by stem.
+
+    None without one. A web server lists nothing to compare it with: there it counts where shards were found by it, and
+    only there.
+
+    Raises:
+        ShardError: it is damaged.
+    """
+    if isinstance(folder, ManifestFolder):
+        return folder.compact, {shard.stem: number for number, shard in enumerate(folder.compact.shards)}
     try:
         stamps = folder.stamps()
-    except StoreError:  # a web server lists nothing, so nothing could be compared
+    except StoreError:
         return None
     compact = read_compact(folder) if COMPACT_NAME in stamps else None
     if compact is None:
@@ -133,10 +137,16 @@ def _from_compact(compact: Compact, numbers: dict[str, int], indexes: list[File]
     ]
     everything = chosen == list(range(len(compact.shards)))
     table = compact.table if everything else compact.table.of_shards(chosen)
-    return Part(compact.recipe, tuple(tars), table, tuple(gone for shard in shards for gone in shard.skipped))
+    skipped = tuple(gone for shard in shards for gone in shard.skipped)
+    return Part(compact.recipe, tuple(tars), tuple(shard.rows for shard in shards), table, skipped)
 
 
 def _from_index(index: File, cache: ShardCache | None) -> Part:
     shard = Shard(index)
-    tar = Tar(shard.file, shard.index.filesize, shard.index.sha256, cache)
-    return Part(shard.index.recipe, (tar,), Table.of(shard.index, shard.file), shard.index.skipped)
+    return part_of(shard, Tar(shard.file, shard.index.filesize, shard.index.sha256, cache))
+
+
+def part_of(shard: Shard, tar: Tar) -> Part:
+    """One shard by its own index, read through `tar`. Raises ShardError when sizes in the index do not fit."""
+    index = shard.index
+    return Part(index.recipe, (tar,), (index.rows,), Table.of(index, shard.file), index.skipped)

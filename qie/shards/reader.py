@@ -7,7 +7,6 @@ import mmap
 import resource
 import threading
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -174,17 +173,3 @@ class Shard:
                 hint="delete the shard and its index and run qie-precompute again",
             )
         return record
-
-    def verify(self) -> Iterator[str]:
-        """Rehash the tar and every member; yields a line for each fault."""
-        whole, at = hashlib.sha256(), 0
-        for name, member in sorted(self.index.files.items(), key=lambda item: item[1].offset):
-            whole.update(self.tar.read(min(at, member.offset), member.offset))
-            content = self.tar.read(member.offset, member.offset + member.size)
-            at = member.offset + member.size
-            whole.update(content)
-            if hashlib.sha256(content).hexdigest() != member.sha256:
-                yield f"{self.file}: {name} is damaged"
-        whole.update(self.tar.read(at, self.index.filesize))
-        if whole.hexdigest() != self.index.sha256:
-            yield f"{self.file}: its SHA-256 is not the one in its index"

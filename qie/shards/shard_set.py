@@ -43,7 +43,7 @@ class ShardSet:
 
     def __init__(self, parts: Iterable[Part], verify: Verify = "first") -> None:
         parts = list(parts)
-        require_disjoint([tar.file for part in parts for tar in part.tars])
+        require_disjoint((tar.file, rows) for part in parts for tar, rows in zip(part.tars, part.rows, strict=True))
         self.skipped: list[Skipped] = [gone for part in parts for gone in part.skipped]
         parts = [part for part in parts if len(part.table)]
         if not parts:
@@ -218,4 +218,8 @@ class ShardSet:
         if not same or any(
             one.shape != other.shape or (one.numel() and one.data_ptr() != other.data_ptr()) for one, other in pairs
         ):
-            raise ShardError("the record's tensors lie elsewhere than its index says", where=where)
+            raise ShardError(
+                "the record's tensors lie elsewhere than its index says",
+                where=where,
+                expected="F16 before U8 before BOOL, each by name, of the sizes in the index",
+            )

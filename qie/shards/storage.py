@@ -1,4 +1,4 @@
-"""Where shards lie: folders, files, globs and {000..999} braces, on local disks and in other stores.
+"""Where shards lie: folders, files, globs and braces, on local disks and in other stores.
 
 Nothing here runs a program: a `pipe:` URL is refused, whatever it says.
 """
@@ -8,12 +8,24 @@ from __future__ import annotations
 import glob
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from qie.errors import UsageError
-from qie.shards.index import parse_stem
-from qie.stores import File, Folder, LocalFolder, StoreError, is_glob, open_folder, spelled_out
+from qie.errors import ShardError, UsageError
+from qie.shards.compact import ManifestFolder
+from qie.shards.index import parse_stem, read_index
+from qie.stores import (
+    File,
+    Folder,
+    LocalFolder,
+    ObjectFolder,
+    StoreError,
+    UnlistedError,
+    is_glob,
+    open_folder,
+    spelled_out,
+)
 
 Gap = tuple[str, int, int]
 """A folder, and rows [start, stop) of which none of its shards is, though one is of later rows."""
@@ -23,9 +35,9 @@ def find_indexes(places: str | Path | Iterable[str | Path], *, or_none: bool = F
     """The index files of all shards in `places`, in the order of their rows within each place.
 
     Args:
-        places: one or several folders, tar files, globs, or patterns with braces such as
-            `shards/{00000000..00000640}*.tar`; paths or URLs. In URLs, a glob may stand in the last part only. A name
-            that is spelled out has to be there; a glob matches what it matches.
+        places: one or several folders, tar files, globs, or patterns with braces such as `{part-1,part-2}/*.tar`; paths
+            or URLs. In URLs, a glob may stand in the last part only. A name that is spelled out has to be there; a glob
+            matches what it matches.
         or_none: a folder that is there, or a glob, may hold no shards.
 
     Raises:
@@ -51,34 +63,56 @@ def find_indexes(places: str | Path | Iterable[str | Path], *, or_none: bool = F
     return list({str(index.path.resolve() if index.path else index): index for index in indexes}.values())
 
 
-def published(folder: Folder | str | Path) -> list[File]:
-    """Index files in a folder, in the order of their rows. An empty or missing folder has none."""
+def indexes_in(folder: Folder | str | Path) -> list[File]:
+    """Index files of the shards in a folder, in the order of their rows; shards that somebody renamed last, by name.
+
+    An empty or missing folder has none. A web server's has those of its compacted index.
+    """
     folder = open_folder(folder)
-    names = [name for name in folder.listing() if name.endswith(".json")]
-    found = [(parsed, name) for name in names if (parsed := parse_stem(name.removesuffix(".json")))]
-    return [File(folder, name) for _, name in sorted(found)]
+    try:
+        return _listed(folder)
+    except UnlistedError:
+        if not isinstance(folder, ObjectFolder):
+            raise
+        manifest = folder if isinstance(folder, ManifestFolder) else ManifestFolder.of(folder)
+        return [File(manifest, f"{shard.stem}.json") for shard in manifest.compact.shards]
+
+
+def _listed(folder: Folder) -> list[File]:
+    names = folder.listing()
+    found = [File(folder, name) for name in names if name.endswith(".json")]
+    return sorted((index for index in found if parse_stem(index.stem) or f"{index.stem}.tar" in names), key=_order)
+
+
+def published(folder: Folder | str | Path) -> list[File]:
+    """The same, of shards that are named as qie-precompute names them: after their rows."""
+    return [index for index in indexes_in(folder) if parse_stem(index.stem)]
 
 
 def rows_of(index: File) -> tuple[int, int]:
-    """The rows [start, stop) that a shard's name says."""
+    """The rows [start, stop) that a shard's name says, or its index where somebody renamed it."""
     rows = parse_stem(index.stem)
-    assert rows is not None
+    if rows is None:
+        found = read_index(index)
+        rows = found.start, found.stop
     return rows
 
 
 def gaps(indexes: Iterable[File]) -> Iterator[Gap]:
-    """The gaps in the folders of `indexes`, by the names of their shards: rows that no shard is of, though a later one
-    is. Of a folder that cannot be listed only `indexes` are known."""
+    """The gaps in the folders of `indexes`: rows that no shard is of, though a later one is. Of a folder that cannot be
+    listed only `indexes` are known; of a renamed shard whose index cannot be read nothing is."""
     folders: dict[str, list[File]] = defaultdict(list)
     for index in indexes:
         folders[index.folder.url].append(index)
     for url, known in folders.items():
-        try:
-            known = published(known[0].folder)
-        except StoreError:
-            known.sort(key=rows_of)
+        with suppress(StoreError):
+            known = _listed(known[0].folder)
+        rows = []
+        for index in known:
+            with suppress(ShardError):
+                rows.append(rows_of(index))
         end = 0
-        for start, stop in map(rows_of, known):
+        for start, stop in sorted(rows):
             if start > end:
                 yield url, end, start
             end = max(end, stop)
@@ -91,18 +125,30 @@ def _may_be_empty(name: str) -> bool:
     return not name.endswith((".tar", ".json"))
 
 
+def _order(index: File) -> tuple[bool, tuple[int, int], str]:
+    rows = parse_stem(index.stem)
+    return rows is None, rows or (0, 0), index.name
+
+
 def _expand(pattern: str) -> list[File]:
     folder = open_folder(pattern)
     if not isinstance(folder, LocalFolder):
         return _expand_url(pattern)
     path = folder.root
     if path.is_dir():
-        return published(folder)
+        return indexes_in(folder)
     if path.suffix not in (".tar", ".json"):
         return []
     matches = [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 - Path.glob takes no absolute pattern
-    found = {(match.parent, rows, match.with_suffix(".json")) for match in matches if (rows := parse_stem(match.stem))}
-    return [File(LocalFolder(index.parent), index.name) for _, _, index in sorted(found) if index.is_file()]
+    found = {match.with_suffix(".json") for match in matches}
+    there = [index for index in found if index.is_file() and _is_named(index)]
+    files = [File(LocalFolder(index.parent), index.name) for index in there]
+    return sorted(files, key=lambda index: (index.folder.url, _order(index)))
+
+
+def _is_named(index: Path) -> bool:
+    """Whether a JSON file is an index by its name, or by the tar beside it."""
+    return parse_stem(index.stem) is not None or index.with_suffix(".tar").is_file()
 
 
 def _expand_url(pattern: str) -> list[File]:
@@ -115,11 +161,11 @@ def _expand_url(pattern: str) -> list[File]:
             expected="such as s3://bucket/shards/*.tar",
         )
     if not shards:
-        return published(pattern)
+        return indexes_in(pattern)
     file = File.at(pattern).with_suffix(".json")
     if not is_glob(last):
-        return [file] if parse_stem(file.stem) and file.size() is not None else []
-    return [index for index in published(file.folder) if fnmatchcase(index.name, file.name)]
+        return [file] if file.size() is not None else []
+    return [index for index in indexes_in(file.folder) if fnmatchcase(index.name, file.name)]
 
 
 def _what_is_there(place: str) -> str:

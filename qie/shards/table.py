@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TypeVar, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qie.errors import ShardError
-from qie.shards.index import Entry, Member, ShardIndex, member_name
+from qie.shards.index import Entry, Member, ShardIndex, is_digest, member_name
 from qie.types import Shape
 
 T = TypeVar("T")
@@ -19,8 +18,6 @@ T = TypeVar("T")
 HASH_BYTES = 32
 PIXEL_BYTES = 16 * 2
 """Of a latent pixel: 16 channels in FP16."""
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +108,24 @@ class Table:
 
     def of_shards(self, numbers: Sequence[int]) -> Table:
         """The samples of some shards, in that order, numbered anew."""
-        places = np.full(max([*numbers, int(self.shards.max(initial=0))]) + 1, -1, np.int32)
-        places[list(numbers)] = np.arange(len(numbers), dtype=np.int32)
-        kept = np.flatnonzero(places[self.shards] >= 0)
-        kept = kept[np.argsort(places[self.shards[kept]], kind="stable")]
+        starts, stops = (np.searchsorted(self.shards, numbers, side) for side in ("left", "right"))
+        kept = np.concatenate([np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
         columns = {name: getattr(self, name)[kept] for name in COLUMNS}
-        columns["shards"] = places[columns["shards"]]
+        columns["shards"] = np.repeat(np.arange(len(numbers), dtype=np.int32), stops - starts)
         return Table(**columns, shape_names=self.shape_names, source_names=self.source_names)
+
+    def differences(self, other: Table) -> list[str]:
+        """The columns in which two tables differ, whatever their numbering of shapes and sources."""
+        found = [
+            name
+            for name in COLUMNS
+            if name not in ("shapes", "sources") and not np.array_equal(getattr(self, name), getattr(other, name))
+        ]
+        if [self.shape_names[number] for number in self.shapes] != [other.shape_names[one] for one in other.shapes]:
+            found.append("shapes")
+        if [self.source_names[number] for number in self.sources] != [other.source_names[one] for one in other.sources]:
+            found.append("sources")
+        return found
 
     def key(self, position: int) -> str:
         return bytes(self.keys[position]).hex()
@@ -175,7 +183,12 @@ class Table:
         return cls(**columns, shape_names=shape_names, source_names=source_names)
 
 
-COLUMNS = tuple(field.name for field in fields(Table) if not field.name.endswith("_names"))
+COLUMNS: dict[str, np.dtype] = {
+    name: np.dtype(get_args(get_args(hint)[1])[0])
+    for name, hint in get_type_hints(Table).items()
+    if not name.endswith("_names")
+}
+"""The columns and their types."""
 
 
 def _widths_and_prefixes(
@@ -221,7 +234,7 @@ def _unfitting(entry: Entry, where: object) -> ShardError:
 
 
 def _digests(digests: Sequence[str], where: object) -> NDArray[np.uint8]:
-    odd = [digest for digest in digests if not _DIGEST.fullmatch(digest)]
+    odd = [digest for digest in digests if not is_digest(digest)]
     if odd:
         raise ShardError("the index holds a hash that is none", where=where, found=repr(odd[0][:80]))
     return np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, HASH_BYTES)

@@ -35,6 +35,7 @@ class Summary:
 
     Attributes:
         shards, rows, samples: counts; `rows` counts each version of a row, and is samples + skipped.
+        unhashed: of the shards, those whose index has no hash of its own, as qie wrote them before there was one.
         records: distinct records, counted in each shard: within one, samples of equal content share a record.
         duplicates: samples whose content another one has, in whichever shard.
         bytes: size of all tars.
@@ -59,6 +60,7 @@ class Summary:
     """
 
     shards: int
+    unhashed: int
     rows: int
     samples: int
     records: int

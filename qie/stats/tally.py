@@ -11,9 +11,9 @@ import numpy as np
 
 from qie.errors import QieError
 from qie.recipe import Recipe
-from qie.shards.index import ShardIndex, Skipped
+from qie.shards.index import ShardIndex, Skipped, parse_stem
 from qie.shards.parts import require_disjoint
-from qie.shards.storage import gaps, rows_of
+from qie.shards.storage import gaps
 from qie.stats.summary import LENGTH_BINS, Coverage, Range, Summary, one_line
 from qie.stores import File
 from qie.types import Shape
@@ -39,8 +39,9 @@ class Tally:
     ranges: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
     faulty: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
     skipped_in: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
-    files: list[File] = field(default_factory=list)
+    shards: list[tuple[File, Range]] = field(default_factory=list)
     named: list[File] = field(default_factory=list)
+    unhashed: int = 0
     recipes: dict[str, Recipe] = field(default_factory=dict)
     by_recipe: Counter[str] = field(default_factory=Counter)
     records: int = 0
@@ -57,9 +58,10 @@ class Tally:
 
     def add(self, file: File, index: ShardIndex) -> None:
         entries = index.samples
-        self.files.append(file)
+        self.shards.append((file, index.rows))
         self.named.append(file)
-        self.ranges[file.folder.url].append((index.start, index.stop))
+        self.ranges[file.folder.url].append(index.rows)
+        self.unhashed += index.this_sha256 is None
         self.recipes.setdefault(index.recipe.digest, index.recipe)
         self.by_recipe[index.recipe.digest] += 1
         self.records += len(index.files)
@@ -79,7 +81,8 @@ class Tally:
     def blame(self, file: File, faults: Iterable[str]) -> None:
         """Record what is wrong with a shard, which may be added or not."""
         self.faults += faults
-        self.faulty[file.folder.url].append(rows_of(file))
+        if rows := parse_stem(file.stem):  # of one that was renamed nothing else may be legible
+            self.faulty[file.folder.url].append(rows)
         self.named.append(file)
 
     def summary(self) -> Summary:
@@ -89,7 +92,8 @@ class Tally:
         for shape, count in self.shapes.items():
             buckets[f"{shape.target[1] * 8}×{shape.target[0] * 8}"] += count
         return Summary(
-            shards=len(self.files),
+            shards=len(self.shards),
+            unhashed=self.unhashed,
             rows=samples + len(self.skipped),
             samples=samples,
             records=self.records,
@@ -113,7 +117,7 @@ class Tally:
             missing=list(gaps(self.named)),
             tensor_bytes={name: size / samples for name, size in tensor_bytes.items()},
             tensor_bytes_total=tensor_bytes,
-            faults=self.faults + _conflicts(self.files, list(self.recipes.values())),
+            faults=self.faults + _conflicts(self.shards, list(self.recipes.values())),
         )
 
     def _coverage(self) -> list[Coverage]:
@@ -122,10 +126,10 @@ class Tally:
         return [Coverage(folder, *(merged(part.get(folder, ())) for part in parts)) for folder in folders]
 
 
-def _conflicts(files: Sequence[File], recipes: Sequence[Recipe]) -> list[str]:
+def _conflicts(shards: Sequence[tuple[File, Range]], recipes: Sequence[Recipe]) -> list[str]:
     faults = []
     try:
-        require_disjoint(files)
+        require_disjoint(shards)
     except QieError as error:
         faults.append(one_line(error))
     for other in recipes[1:]:

@@ -3,7 +3,9 @@
 QieError
 └── StoreError            a store cannot be reached, refuses, or gives other bytes than asked for
     ├── MissingError      there is no such file
-    └── TooLargeError     a file is too large to be read whole
+    ├── TooLargeError     a file is too large to be read whole
+    ├── UnlistedError     a web server does not say what files it has
+    └── WholeFilesError   a web server sends no part of a file
 """
 
 from __future__ import annotations
@@ -17,6 +19,14 @@ class StoreError(QieError):
 
 class MissingError(StoreError):
     """There is no file of that name."""
+
+
+class UnlistedError(StoreError):
+    """A web server does not say what files it has."""
+
+
+class WholeFilesError(StoreError):
+    """A web server sends no part of a file, only all of it."""
 
 
 class TooLargeError(StoreError):

@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 
 from qie.errors import UsageError
 from qie.stores.connection import Connection
-from qie.stores.errors import MissingError, StoreError, require_whole
+from qie.stores.errors import MissingError, StoreError, UnlistedError, WholeFilesError, require_whole
 from qie.stores.explain import explained, no_bucket, passes, status
 from qie.stores.names import checked, checked_range
 from qie.stores.retry import interruptibly, patiently
@@ -86,11 +86,7 @@ class ObjectFolder:
         import obstore
 
         if self._web:
-            raise StoreError(
-                "a folder cannot be listed over http",
-                where=self.url,
-                hint="name its files, with braces such as {000..999} where they are many",
-            )
+            raise UnlistedError("a folder cannot be listed over http", where=self.url, hint="name its files")
         return self._ask(self.url, lambda: obstore.list_with_delimiter(self.connection.store(), self.prefix or None))
 
     def size(self, name: str) -> int | None:
@@ -224,10 +220,11 @@ class ObjectFolder:
             if isinstance(error, FileNotFoundError) and not no_bucket(error):
                 raise MissingError("there is no such file", where=url) from error
             if type(error).__name__ == "NotSupportedError" and "Range" in str(error):
-                raise StoreError(
+                raise WholeFilesError(
                     "a web server sends only whole files",
                     where=url,
-                    hint="serve the files by a server that knows ranges, such as nginx",
+                    hint="keep whole shards on this machine's disk (cache.local_dir), or serve them by one that knows "
+                    "ranges, such as nginx",
                 ) from error
             raise explained(error, url) from error
 

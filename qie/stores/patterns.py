@@ -102,4 +102,4 @@ def _limited(count: int, pattern: str) -> None:
 
 
 def _unbalanced(pattern: str) -> UsageError:
-    return UsageError("the braces of a pattern do not match", where=pattern, expected="such as {000..999}")
+    return UsageError("the braces of a pattern do not match", where=pattern, expected="such as {a,b} or {000..999}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from qie.precompute import precompute
 from qie.shards.reader import Shard
 from qie.shards.storage import published, rows_of
+from qie.shards.verify import shard_faults
 from tests.lives import ROWS, SHARD_SIZE, Lives
 from tests.stubs import StubEncoder, StubSource
 
@@ -92,7 +93,7 @@ def test_a_shard_is_visible_only_when_it_is_complete(tmp_path: Path) -> None:
     class Watching(StubEncoder):
         def encode(self, row):
             for index in published(tmp_path):
-                assert list(Shard(index).verify()) == []
+                assert list(shard_faults(Shard(index))) == []
                 seen.add(index.name)
             return super().encode(row)
 

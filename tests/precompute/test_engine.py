@@ -16,6 +16,7 @@ from qie.precompute import Report, Settings, engine, precompute
 from qie.shards.reader import Shard
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import published, rows_of
+from qie.shards.verify import shard_faults
 from qie.shards.writer import ShardWriter
 from qie.stores import LocalFolder, StoreError
 from qie.types import Row, Sample
@@ -80,7 +81,7 @@ def assert_sound(folder: Path) -> None:
         name.removesuffix(".json") for name in names if name.endswith(".json")
     }
     for index in published(folder):
-        assert list(Shard(index).verify()) == []
+        assert list(shard_faults(Shard(index))) == []
 
 
 class Unreadable(StubSource):
@@ -671,7 +672,7 @@ def test_a_run_that_fails_leaves_nothing_half_visible_and_no_thread(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("qie-")]
     assert not list((tmp_path / "out").glob("*.partial"))
     for index in published(tmp_path / "out"):
-        assert list(Shard(index).verify()) == []
+        assert list(shard_faults(Shard(index))) == []
     monkeypatch.undo()
     run(StubSource.of(40), tmp_path / "out")
     run(StubSource.of(40), tmp_path / "fresh")

@@ -12,6 +12,7 @@ from qie.errors import QieError
 from qie.precompute import precompute
 from qie.shards.reader import Shard
 from qie.shards.storage import published
+from qie.shards.verify import shard_faults
 from tests.stubs import StubEncoder, StubSource
 
 
@@ -40,7 +41,7 @@ def test_a_disk_that_fills_leaves_nothing_half_visible_and_the_run_goes_on_when_
 
     assert not list(output.glob("*.partial"))
     for index in published(output):
-        assert list(Shard(index).verify()) == []
+        assert list(shard_faults(Shard(index))) == []
     kept = {row for index in published(output) for row in range(*map(int, index.stem.split("-")))}
 
     (small_disk / "ballast").unlink()

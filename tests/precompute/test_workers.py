@@ -16,6 +16,7 @@ from qie.errors import QieError, RecipeMismatchError, RowError
 from qie.precompute import Report, Settings, precompute
 from qie.shards.reader import Shard
 from qie.shards.storage import published
+from qie.shards.verify import shard_faults
 from tests.precompute import openers
 from tests.stubs import StubEncoder
 
@@ -49,7 +50,7 @@ def noted(notes: Path) -> tuple[set[str], list[int]]:
 def assert_sound(folder: Path) -> None:
     assert not list(folder.glob("*.partial"))
     for index in published(folder):
-        assert list(Shard(index).verify()) == []
+        assert list(shard_faults(Shard(index))) == []
     assert len(list(folder.glob("*.tar"))) == len(published(folder))
 
 
@@ -150,7 +151,7 @@ def test_a_killed_worker_ends_the_run_with_its_signal_and_the_next_run_completes
     assert "a worker process died" in str(error) and "SIGKILL" in str(error)
     # What the killed one held is invisible and taken over by the next run.
     for index in published(tmp_path / "out"):
-        assert list(Shard(index).verify()) == []
+        assert list(shard_faults(Shard(index))) == []
     done = {row for index in published(tmp_path / "out") for row in range(*bounds(index.stem))}
     notes.unlink(missing_ok=True)
     run(tmp_path / "out", opener, opener)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from qie.shards.reader import Shard, Tar
 from qie.shards.shard_set import ShardSet, Verify
 from qie.stores import File, MissingError, StoreError, open_folder
 from qie.types import Sample
-from tests.builders import assert_same, make_sample, same_bits, write_shard
+from tests.builders import assert_same, make_sample, rewrite_index, same_bits, write_shard
 from tests.conftest import ROOT
 from tests.s3 import S3, without_clouds
 from tests.stores.servers import Ranged, serving
@@ -372,9 +371,7 @@ def test_a_copy_that_is_damaged_between_two_fetches_is_noticed_by_always(web: We
 def test_a_record_that_is_damaged_in_the_store_too_is_refused_after_one_more_fetch(web: Web, root: Path) -> None:
     """The tar's own hash holds: whoever made the index hashed a record that was not the one in the tar."""
     index = web.folder / f"{STEMS[0]}.json"
-    values = json.loads(index.read_text(encoding="utf-8"))
-    next(iter(values["files"].values()))["sha256"] = "0" * 64
-    index.write_text(json.dumps(values), encoding="utf-8")
+    rewrite_index(index, lambda values: next(iter(values["files"].values())).update(sha256="0" * 64), own_hash=True)
     shards = web.open(ShardCache(root, BIG))
 
     with pytest.raises(ShardError, match="a record is damaged") as error:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import random
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from qie.data.epoch import plan_epoch
 from qie.errors import RecipeMismatchError, ShardError
-from qie.shards.compact import COMPACT_NAME, Compact, read_compact, write_compact
+from qie.shards.compact import COMPACT_NAME, Compact, _digest, read_compact, write_compact
 from qie.shards.index import Skipped
 from qie.shards.parts import compacted
 from qie.shards.shard_set import ShardSet
@@ -280,6 +283,29 @@ def test_folders_may_take_turns(tmp_path: Path) -> None:
     )
 
 
+def test_shards_of_any_name_are_in_it(tmp_path: Path) -> None:
+    write(tmp_path, LAYOUTS["skipped rows"])
+    for path in tmp_path.glob("00000000-*"):
+        path.rename(path.with_name(f"photos{path.suffix}"))
+
+    assert_compacting_changes_nothing([tmp_path], [tmp_path])
+    compact(tmp_path)
+    write_shard(tmp_path, [LETTERS["d"], LETTERS["d"]])
+    with pytest.raises(ShardError, match="two shards hold the same rows"):
+        ShardSet.open([tmp_path])
+
+
+def test_one_from_before_it_told_the_rows_of_shards_is_read(folder: Path, reads: list[str]) -> None:
+    expected = ShardSet.open([folder])
+    handmade(folder, told(lambda about: [shard.pop("rows") for shard in about["shards"]]))
+    reads.clear()
+
+    shards = ShardSet.open([folder])
+
+    assert reads == [COMPACT_NAME]
+    assert_equal(shards, expected)
+
+
 # Shards that are not what they were
 
 
@@ -468,6 +494,149 @@ def test_a_damaged_one_is_named_when_shards_are_opened_and_may_be_deleted(folder
     assert len(without_compact(folder)) == 3
 
 
+def handmade(folder: Path, change: Callable[[Any, dict[str, np.ndarray]], object]) -> None:
+    """A compacted index that says something else, under a hash of its own that is right."""
+    content = compact(folder).read()
+    columns = load(content)
+    metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    about = json.loads(metadata["qie"][64:])
+    text = json.dumps(change(about, columns) or about)
+    (folder / COMPACT_NAME).write_bytes(save(columns, {"qie": _digest(text, columns) + text}))
+
+
+def column(name: str, change: Callable[[np.ndarray], object]) -> Callable[[Any, dict[str, np.ndarray]], object]:
+    """A column that became another, or whose values did."""
+
+    def changed(about: Any, columns: dict[str, np.ndarray]) -> None:
+        made = change(columns[name])
+        columns[name] = made if isinstance(made, np.ndarray) else columns[name]
+
+    return changed
+
+
+def value(name: str, number: int) -> Callable[[Any, dict[str, np.ndarray]], object]:
+    return column(name, lambda values: values.__setitem__(1, number))
+
+
+def told(change: Callable[[Any], object]) -> Callable[[Any, dict[str, np.ndarray]], object]:
+    """What it says beside the columns, changed."""
+    return lambda about, columns: change(about) and None
+
+
+def shard(**changes: object) -> Callable[[Any, dict[str, np.ndarray]], object]:
+    return told(lambda about: about["shards"][1].update(changes))
+
+
+MALFORMED: dict[str, tuple[Callable[[Any, dict[str, np.ndarray]], object], str]] = {
+    **{f"{name} of another type": (column(name, lambda values: values.astype(np.float32)), name) for name in COLUMNS},
+    **{f"{name} too short": (column(name, lambda values: values[:-1].copy()), "expected") for name in COLUMNS},
+    **{
+        f"{name} of more dimensions": (column(name, lambda values: values[None].copy()), "expected") for name in COLUMNS
+    },
+    "no columns": (lambda about, columns: columns.clear(), "missing or unknown"),
+    "a column is missing": (
+        lambda about, columns: columns.update(more=columns.pop("widths")),
+        "missing or unknown: more, widths",
+    ),
+    "a column too many": (lambda about, columns: columns.update(more=columns["rows"]), "missing or unknown: more"),
+    "keys too narrow": (column("keys", lambda values: values[:, :31].copy()), "keys"),
+    "a scalar": (column("rows", lambda values: np.array(3)), "expected"),
+    "a shard that is not there": (value("shards", 3), "shards holds"),
+    "a negative shard": (value("shards", -1), "shards holds"),
+    "shards out of order": (column("shards", lambda values: values[::-1].copy()), "rows"),
+    "a shape that is not there": (value("shapes", 3), "shapes holds"),
+    "a negative shape": (value("shapes", -1), "shapes holds"),
+    "a source that is not there": (value("sources", 1), "sources holds"),
+    "a row outside its shard": (value("rows", 2), "rows"),
+    "a negative row": (value("rows", -1), "rows"),
+    "a negative variant": (value("variants", -1), "variants"),
+    "a negative offset": (value("offsets", -512), "offsets"),
+    "an offset behind the tar": (value("offsets", 1 << 40), "offsets"),
+    "an offset at the end of what there is": (value("offsets", (1 << 63) - 1), "offsets"),
+    "a negative size": (value("sizes", -1), "sizes"),
+    "a size of nothing": (value("sizes", 0), "sizes"),
+    "a size beyond the tar": (value("sizes", 1 << 62), "sizes"),
+    "no tokens": (value("tokens", 0), "tokens"),
+    "negative tokens": (value("tokens", -9), "tokens"),
+    "more tokens than bytes": (value("tokens", (1 << 31) - 1), "sizes"),
+    "fewer tokens than the prefix": (value("empty_tokens", 1), "prefixes"),
+    "a negative prefix": (value("prefixes", -1), "prefixes"),
+    "tokens without width": (value("widths", 0), "widths"),
+    "a negative width": (value("widths", -8), "widths"),
+    "wider than bytes": (value("widths", (1 << 31) - 1), "sizes"),
+    "a number": (lambda about, columns: 1, "int"),
+    "a text": (lambda about, columns: "version", "indices"),
+    "no version": (told(lambda about: about.pop("version")), "version"),
+    "a recipe that is none": (told(lambda about: about.update(recipe=[1])), "keys"),
+    "an unknown field of the recipe": (told(lambda about: about["recipe"].update(colour=1)), "colour"),
+    "no field of the recipe": (told(lambda about: about["recipe"].pop("vae")), "vae"),
+    "a recipe of another type": (told(lambda about: about["recipe"].update(areas_px="x")), "areas_px"),
+    "shards that are none": (told(lambda about: about.update(shards={"0": 1})), "setdefault"),
+    "no shards": (told(lambda about: about.update(shards=[])), "shards holds"),
+    "a shard without a name": (told(lambda about: about["shards"][0].pop("stem")), "stem"),
+    "a shard of no hash": (shard(sha256="0"), "no shard"),
+    "a shard of no text": (shard(stem=1), "expected string"),
+    "a shard elsewhere": (shard(stem="../00000001-00000002"), "no shard"),
+    "a shard of other rows than its name": (shard(rows=[1, 3]), "cannot hold"),
+    "a shard of rows backwards": (shard(stem="other", rows=[2, 1]), "cannot hold"),
+    "a shard of negative rows": (shard(stem="other", rows=[-1, 2]), "greater than or equal to 0"),
+    "a shard of another's rows": (shard(stem="other", rows=[1, 3]), "hold the same rows"),
+    "a shard of another's name": (told(lambda about: [one.update(stem="x") for one in about["shards"]]), "one name"),
+    "a tar of negative size": (shard(filesize=-1), "filesize"),
+    "a tar smaller than its records": (shard(filesize=1), "sizes"),
+    "a skipped row that is none": (shard(skipped=[1]), "skipped"),
+    "a skipped row below zero": (shard(skipped=[{"row": -1, "name": "", "reason": ""}]), "skipped"),
+    "shapes that are none": (told(lambda about: about.update(shape_names=[[1]] * 3)), "shape_names"),
+    "no target": (told(lambda about: about["shape_names"][0].update(target=[0, 2])), "no shape"),
+    "a negative target": (told(lambda about: about["shape_names"][0].update(target=[-4, -6])), "no shape"),
+    "no controls": (told(lambda about: about["shape_names"][0].update(controls=[])), "no shape"),
+    "a huge target": (told(lambda about: about["shape_names"][0].update(target=[1 << 40, 1 << 40])), "sizes"),
+    "sources that are none": (told(lambda about: about.update(source_names=[None])), "source_names"),
+}
+
+
+@pytest.mark.parametrize(("change", "found"), MALFORMED.values(), ids=MALFORMED)
+def test_one_that_is_malformed_under_a_right_hash_is_one_clear_error(
+    folder: Path, change: Callable[[Any, dict[str, np.ndarray]], object], found: str
+) -> None:
+    handmade(folder, change)
+
+    with pytest.raises(ShardError, match="the compacted index is damaged") as error:
+        ShardSet.open([folder])
+    assert str(error.value.where) == str(folder / COMPACT_NAME)
+    assert found in str(error.value.found) and "\n" not in str(error.value.found)
+
+
+def test_one_that_says_the_same_by_hand_is_taken(folder: Path, reads: list[str]) -> None:
+    handmade(folder, lambda about, columns: None)
+    reads.clear()
+
+    assert len(ShardSet.open([folder])) == 3
+    assert reads == [COMPACT_NAME]
+
+
+HEADERS = {
+    "no header": b"",
+    "no JSON": b"{",
+    "a list": b"[]",
+    "no metadata": b"{}",
+    "metadata of another": b'{"__metadata__":{"x":"y"}}',
+    "metadata that is a number": b'{"__metadata__":3}',
+    "no hash": b'{"__metadata__":{"qie":""}}',
+    "bad UTF-8": b'{"__metadata__":{"qie":"\xff"}}',
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+@pytest.mark.parametrize("length", [0, 1, (1 << 63) - 1])
+def test_one_whose_header_lies_is_one_clear_error(folder: Path, header: bytes, length: int) -> None:
+    (folder / COMPACT_NAME).write_bytes((length or len(header)).to_bytes(8, "little") + header)
+
+    with pytest.raises(ShardError, match="the compacted index is damaged"):
+        ShardSet.open([folder])
+
+
 def test_one_of_another_version_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qie.shards.compact.COMPACT_VERSION", 0)
     compact(folder)
@@ -520,7 +689,7 @@ def test_in_a_bucket_what_changed_is_read_from_its_own_index(remote: Folder) -> 
 
 
 def test_over_http_shards_open_without_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A web server lists nothing, so nothing could be compared: it is not even asked for."""
+    """Shards that were named are read from their own indexes, since a web server lists nothing to compare with."""
     without_clouds(monkeypatch)
     compact(folder)
     (folder / COMPACT_NAME).write_bytes(b"no such thing")

@@ -26,7 +26,7 @@ from qie.shards.index import (
 )
 from qie.stores import File, LocalFolder
 from qie.types import Augment, Row, Shape
-from tests.builders import RECIPE, make_entry, make_recipe, make_sample, make_skipped, mutated_json
+from tests.builders import RECIPE, make_entry, make_recipe, make_sample, make_skipped, mutated_json, without_own_hash
 
 Values = dict[str, Any]
 
@@ -55,7 +55,7 @@ def refused(path: Path) -> ShardError:
 
 def changed(folder: Path, change: Callable[[Values], object]) -> ShardError:
     """What an index is refused with after a change to its values."""
-    values = json.loads(make_index().to_json())
+    values = json.loads(without_own_hash(make_index().to_json()))
     change(values)
     return refused(write(folder, json.dumps(values)))
 
@@ -99,7 +99,7 @@ def test_an_entry_says_what_its_row_and_its_sample_say() -> None:
 
 
 def test_an_index_from_before_sources_and_versions_is_read(tmp_path: Path) -> None:
-    values = json.loads(make_index().to_json())
+    values = json.loads(without_own_hash(make_index().to_json()))
     for one in values["samples"] + values["skipped"]:
         del one["source"], one["variant"]
 
@@ -124,7 +124,7 @@ def test_an_entry_names_each_input_of_its_row_by_the_hash_in_its_key() -> None:
 
 
 def test_an_index_from_before_inputs_is_read(tmp_path: Path) -> None:
-    values = json.loads(make_index().to_json())
+    values = json.loads(without_own_hash(make_index().to_json()))
     for one in values["samples"]:
         del one["inputs"]
 
@@ -156,7 +156,7 @@ def test_an_index_has_the_fields_of_the_format() -> None:
     values = json.loads(make_index().to_json())
 
     named = {"format_version", "start", "stop", "filesize", "sha256", "recipe", "files", "samples", "skipped"}
-    assert set(values) == named
+    assert set(values) == named | {"this_sha256"}
     assert values["format_version"] == 1
     assert values["samples"][1]["shape"] == {"target": [4, 6], "controls": [[2, 3], [4, 6]]}
     assert set(values["samples"][0]) == {
@@ -217,7 +217,7 @@ def test_json_that_is_no_index_is_refused(tmp_path: Path, content: str) -> None:
     assert refused(write(tmp_path, content)).what == "the index is damaged or was not written by qie"
 
 
-@pytest.mark.parametrize("name", sorted(json.loads(make_index().to_json())))
+@pytest.mark.parametrize("name", sorted(json.loads(without_own_hash(make_index().to_json()))))
 def test_a_missing_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
     assert changed(tmp_path, lambda values: values.pop(name)).found in (
         f"KeyError: '{name}'",
@@ -274,12 +274,35 @@ def test_a_recipe_that_was_edited_is_refused(tmp_path: Path) -> None:
     assert found == f"ValueError: the recipe's digest is {make_recipe(areas_px=(1,)).digest}, not {RECIPE.digest}"
 
 
-@pytest.mark.parametrize("stem", ["00000008-00000013", "00000007-00000012", "index"])
+@pytest.mark.parametrize("stem", ["00000008-00000013", "00000007-00000012"])
 def test_another_range_than_the_name_is_refused(tmp_path: Path, stem: str) -> None:
     error = refused(write(tmp_path, make_index().to_json(), stem))
 
     assert error.what == "the index is of another range than its name"
     assert error.found == [8, 12]
+
+
+def test_a_name_that_says_no_range_says_nothing(tmp_path: Path) -> None:
+    assert read_index(write(tmp_path, make_index().to_json(), "photos 1")) == make_index()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace('"row 9"', '"row 6"'),
+        lambda text: text.replace('"this_sha256":"', '"this_sha256":"0'),
+        lambda text: text.replace("{", "{ ", 1),
+        lambda text: text[:-2].rpartition('"')[0] + f'"{"0" * 64}"}}',
+        lambda text: text.replace("this_sha256", 'this_sha256":"0","this_sha256'),
+    ],
+)
+def test_an_index_that_is_not_what_its_own_hash_says_is_refused(tmp_path: Path, change: Callable[[str], str]) -> None:
+    text = make_index().to_json().replace("naïve 日本", "row 9")
+    sealed = without_own_hash(text)
+    sealed = f'{sealed[:-1]},"this_sha256":"{hashlib.sha256(sealed.encode()).hexdigest()}"}}'
+    assert read_index(write(tmp_path, sealed)).samples[1].name == "row 9"
+
+    assert refused(write(tmp_path, change(sealed))).found == "its SHA-256 is another one than it says"
 
 
 def test_a_row_that_is_in_neither_list_is_refused(tmp_path: Path) -> None:
@@ -456,7 +479,7 @@ def test_a_source_that_is_no_name_is_refused(tmp_path: Path, part: str, value: o
 @pytest.mark.parametrize("seed", range(5))
 def test_a_mutated_text_is_an_index_or_a_shard_error(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
-    text = make_index().to_json()
+    text = without_own_hash(make_index().to_json())
 
     outcomes = [_outcome(write(tmp_path, _mutated_text(text, dice))) for _ in range(50)]
 
@@ -467,7 +490,7 @@ def test_a_mutated_text_is_an_index_or_a_shard_error(tmp_path: Path, seed: int) 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_mutated_value_is_an_index_or_a_shard_error(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
-    text = make_index().to_json()
+    text = without_own_hash(make_index().to_json())
 
     outcomes = [_outcome(write(tmp_path, mutated_json(text, dice))) for _ in range(50)]
 

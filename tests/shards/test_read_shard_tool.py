@@ -29,6 +29,7 @@ from tests.builders import (
     make_recipe,
     make_sample,
     mutated_json,
+    rewrite_index,
     split_record,
     write_shard,
     write_versions,
@@ -62,10 +63,7 @@ def tar(tmp_path: Path) -> Path:
 
 
 def rewrite(tar: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = tar.with_suffix(".json")
-    values = json.loads(path.read_text(encoding="utf-8"))
-    change(values)
-    path.write_text(json.dumps(values), encoding="utf-8")
+    rewrite_index(tar.with_suffix(".json"), change)
 
 
 def one_record(folder: Path, record: bytes, **entry: Any) -> Path:
@@ -363,6 +361,7 @@ INDEX_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "row no number": (lambda v: v["samples"][0].update(row="0"), "index: types in row 0: "),
     "version no number": (lambda v: v["samples"][0].update(variant=False), "index: types in row 0: "),
     "source no name": (lambda v: v["samples"][1].update(source=None), "index: types in row 1: "),
+    "own hash": (lambda v: v.update(this_sha256="0" * 64), "index: its own sha256: '0000000000000000"),
     "unknown field": (lambda v: v["skipped"][0].update(colour=1), "index: fields of row 2: "),
     "order": (
         lambda v: v["samples"].reverse(),
@@ -416,13 +415,19 @@ RECORD_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object
     "long prefix": (lambda header, about: about.update(shared_prefix=99), "row 0: shared_prefix: 99 where 7 is due"),
     "unknown": (lambda header, about: about.update(colour=1), "row 0: colour: 1 where None is due"),
     "no tensor": (lambda header, about: header.pop("prompt_embeds_mask"), "row 0: "),
-    "dtype": (lambda header, about: header["prompt_embed"].update(dtype="F32"), "row 0: 'F32' is missing"),
+    "dtype": (lambda header, about: header["prompt_embed"].update(dtype="F32"), "row 0: 'F32' is not in list"),
     "shape": (lambda header, about: header["prompt_embed"].update(shape=[8, 9]), "row 0: prompt_embed: "),
     "size": (lambda header, about: header["prompt_embed"].update(shape=[9, 9]), "row 0: prompt_embed has data_offsets"),
     "negative": (lambda header, about: header["prompt_embed"].update(shape=[-9, -8]), "row 0: no shape: [-9, -8]"),
     "offsets": (
         lambda header, about: header["prompt_embed"].update(data_offsets=[0, 144]),
-        "row 0: control_latent has data_offsets [0, 768] where [144, 912] are due",
+        "row 0: prompt_embed has data_offsets [0, 144] where [1568, 1712] are due",
+    ),
+    "order": (
+        lambda header, about: header.update(
+            pixel_latent=header["control_latent"], control_latent=header["pixel_latent"]
+        ),
+        "row 0: control_latent has data_offsets [800, 1568] where [0, 768] are due",
     ),
 }
 

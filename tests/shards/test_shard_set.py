@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import fields
@@ -29,8 +28,10 @@ from tests.builders import (
     make_entry,
     make_sample,
     mutated_json,
+    rewrite_index,
     same_bits,
     split_record,
+    without_own_hash,
     write_shard,
 )
 from tests.s3 import S3
@@ -394,12 +395,6 @@ def test_a_tar_swapped_for_another_of_equal_size_is_named(tmp_path: Path, verify
 # Indexes that do not fit themselves
 
 
-def rewrite(index: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    values = json.loads(index.read_text(encoding="utf-8"))
-    change(values)
-    index.write_text(json.dumps(values), encoding="utf-8")
-
-
 def entry(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
     return lambda values: change(values["samples"][0])
 
@@ -449,7 +444,7 @@ MISFITS = {
 def test_an_index_whose_sizes_do_not_fit_each_other_is_refused_when_it_is_opened(
     path: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
-    rewrite(path.with_suffix(".json"), change)
+    rewrite_index(path.with_suffix(".json"), change)
     Shard(path.with_suffix(".json"))
 
     for open_it in (lambda: ShardSet.open([path.parent]), lambda: compacted(LocalFolder(path.parent))):
@@ -460,7 +455,7 @@ def test_an_index_whose_sizes_do_not_fit_each_other_is_refused_when_it_is_opened
 
 @pytest.mark.parametrize("digest", ["", "0" * 63, "0" * 65, "g" * 64, "A" * 64, "0x" + "0" * 62])
 def test_an_index_with_a_hash_that_is_none_is_refused_when_it_is_opened(path: Path, digest: str) -> None:
-    rewrite(path.with_suffix(".json"), member(sha256=digest))
+    rewrite_index(path.with_suffix(".json"), member(sha256=digest))
 
     with pytest.raises(ShardError, match="a hash that is none") as error:
         ShardSet.open([path.parent])
@@ -474,7 +469,7 @@ def test_sizes_that_fit_each_other_but_not_the_record_are_refused_when_it_is_rea
         entry(lambda one: one["tensor_bytes"].update(prompt_embed=72, empty_prompt_embed=16)),
     ):
         text = path.with_suffix(".json").read_text(encoding="utf-8")
-        rewrite(path.with_suffix(".json"), change)
+        rewrite_index(path.with_suffix(".json"), change)
         shards = ShardSet.open([path.parent])
         with pytest.raises(ShardError, match="lie elsewhere than its index says"):
             shards.fetch(0)
@@ -484,7 +479,7 @@ def test_sizes_that_fit_each_other_but_not_the_record_are_refused_when_it_is_rea
 def test_whatever_an_index_says_the_sample_or_a_shard_error_comes(path: Path) -> None:
     dice = random.Random(0)
     index = path.with_suffix(".json")
-    text = index.read_text(encoding="utf-8")
+    text = without_own_hash(index.read_text(encoding="utf-8"))
 
     outcomes = set()
     for _ in range(200):

@@ -71,6 +71,20 @@ def test_an_index_stands_for_its_shard(tmp_path: Path) -> None:
     assert found(tmp_path / "00000064-00000128.json") == expected[1:]
 
 
+def test_a_tar_of_any_name_with_its_index_beside_it_is_a_shard(tmp_path: Path) -> None:
+    """Behind those that are named after their rows, by name; JSON and tars that are no pair are none."""
+    expected = shards(tmp_path, 64)
+    for name in ("b.json", "b.tar", "a.1.json", "a.1.tar", "lonely.json", "other.tar"):
+        (tmp_path / name).touch()
+    named = [tmp_path / "a.1.json", tmp_path / "b.json"]
+
+    assert found(tmp_path) == found(f"{tmp_path}/*.tar") == found(f"{tmp_path}/*.json") == expected + named
+    assert found(tmp_path / "b.tar") == found(tmp_path / "b.json") == named[1:]
+    assert published_in(tmp_path) == expected
+    for name in ("other.tar", "lonely.json"):
+        refused(tmp_path / name)
+
+
 def test_a_glob_stands_for_what_it_matches(tmp_path: Path) -> None:
     expected = shards(tmp_path, 0, 64, 128)
 
@@ -368,6 +382,12 @@ def urls(*places: str | Path) -> list[str]:
 )
 def test_shards_in_a_bucket_are_found(remote: str, ending: str, rows: list[int]) -> None:
     assert urls(f"{remote}{ending}") == [f"{remote}/{NAMES[row]}" for row in rows]
+
+
+def test_a_shard_in_a_bucket_may_have_any_name(s3: S3) -> None:
+    url = filled(open_folder(f"{s3.url}/renamed"), ["photos 1.json", "photos 1.tar", "config.json", "raw.tar"])
+
+    assert urls(url) == urls(f"{url}/*.tar") == urls(f"{url}/photos 1.tar") == [f"{url}/photos 1.json"]
 
 
 def test_braces_may_name_folders_of_a_bucket(s3: S3) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -29,7 +28,16 @@ from qie.shards.record import decode, encode, tensor_bytes
 from qie.shards.shard_set import ShardSet
 from qie.stores import File, open_folder
 from qie.types import Shape
-from tests.builders import RECIPE, assert_same, join_record, make_recipe, make_sample, split_record, write_shard
+from tests.builders import (
+    RECIPE,
+    assert_same,
+    join_record,
+    make_recipe,
+    make_sample,
+    rewrite_index,
+    split_record,
+    write_shard,
+)
 from tests.conftest import ROOT
 from tests.contracts.test_equivalence import assert_live_equals_cached
 
@@ -42,9 +50,7 @@ def edited(folder: Path, **recipe: object) -> Path:
     """The index of a shard after a change to its recipe."""
     write_shard(folder, [make_sample(0)])
     path = folder / "00000000-00000001.json"
-    values = json.loads(path.read_text())
-    values["recipe"] |= recipe
-    path.write_text(json.dumps(values))
+    rewrite_index(path, lambda values: values["recipe"].update(recipe))
     return path
 
 

@@ -30,6 +30,7 @@ from qie.shards.reader import Shard
 from qie.shards.record import encode
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import published
+from qie.shards.verify import shard_faults
 from qie.shards.writer import ShardBusyError, ShardOverlapError, ShardWriter, remove_abandoned
 from qie.stores import LocalFolder, StoreError, open_folder
 from qie.stores.objects import ObjectFolder
@@ -214,7 +215,7 @@ def test_samples_are_listed_by_row_in_whatever_order_they_came(tmp_path: Path) -
 
     assert [entry.row for entry in index.samples] == [0, 1, 2]
     assert [gone.row for gone in index.skipped] == [3, 4]
-    assert list(Shard(tmp_path / "00000000-00000005.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / "00000000-00000005.json"))) == []
 
 
 def test_a_shard_whose_rows_are_all_skipped_is_a_shard(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_shard_whose_rows_are_all_skipped_is_a_shard(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "00000000-00000002.json")
     assert [gone.row for gone in shard.index.skipped] == [0, 1]
     assert index.filesize == 10240
-    assert list(shard.verify()) == []
+    assert list(shard_faults(shard)) == []
     with tarfile.open(tmp_path / "00000000-00000002.tar", "r:") as opened:
         assert opened.getnames() == []
 
@@ -310,7 +311,7 @@ def test_a_tar_that_was_renamed_but_never_indexed_is_written_over(tmp_path: Path
     assert published(tmp_path) == []
     write_shard(tmp_path, SAMPLES)
 
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 def test_a_shard_replaces_another_of_its_rows(tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ def test_a_shard_replaces_another_of_its_rows(tmp_path: Path) -> None:
     shard = Shard(tmp_path / f"{STEM}.json")
     assert names(tmp_path) == [f"{STEM}.json", f"{STEM}.tar"]
     assert shard.index == index
-    assert list(shard.verify()) == []
+    assert list(shard_faults(shard)) == []
     assert_same(shard.load(index.samples[1]), make_sample(8, tokens=20))
 
 
@@ -438,7 +439,7 @@ def test_closing_again_takes_nothing_from_the_next_writer(tmp_path: Path) -> Non
         add(successor, 0, 1, 2)
         successor.publish()
 
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 # A disk that is full, or refuses
@@ -506,7 +507,7 @@ def test_on_a_full_disk_there_is_no_shard_and_nothing_is_left(tmp_path: Path, st
     assert str(error.value.where) == str(tmp_path / f"{STEM}.tar")
     assert "make room" in str(error.value.hint)
     write_shard(tmp_path, LARGE)
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -647,7 +648,7 @@ def test_a_second_process_finds_the_shard_busy_until_the_first_is_killed(tmp_pat
 
     write_shard(tmp_path, SAMPLES)
     assert len(published(tmp_path)) == 2
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 def test_two_writers_in_one_process_exclude_each_other(tmp_path: Path) -> None:
@@ -657,7 +658,7 @@ def test_two_writers_in_one_process_exclude_each_other(tmp_path: Path) -> None:
         add(shard, 0, 1, 2)
         shard.publish()
 
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 def test_who_waited_for_the_lock_of_a_shard_that_was_published_finds_it_busy(
@@ -680,7 +681,7 @@ def test_who_waited_for_the_lock_of_a_shard_that_was_published_finds_it_busy(
         write_shard(tmp_path, SAMPLES[::-1])
 
     assert names(tmp_path) == [f"{STEM}.json", f"{STEM}.tar"]
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 def test_who_waited_for_a_lock_while_another_began_anew_finds_the_shard_busy(
@@ -705,7 +706,7 @@ def test_who_waited_for_a_lock_while_another_began_anew_finds_the_shard_busy(
     third.publish()
     third.__exit__(None, None, None)
 
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 def test_a_writer_that_has_published_lets_its_successor_work(tmp_path: Path) -> None:
@@ -720,7 +721,7 @@ def test_a_writer_that_has_published_lets_its_successor_work(tmp_path: Path) -> 
     second.close()
 
     assert names(tmp_path) == [f"{STEM}.json", f"{STEM}.tar"]
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
     assert [entry.row for entry in read_index(tmp_path / f"{STEM}.json").samples] == [0, 1, 2]
 
 
@@ -882,7 +883,7 @@ def test_what_a_writer_of_this_process_is_writing_stays(tmp_path: Path) -> None:
         assert names(tmp_path) == [f"{STEM}.tar.partial"]
         shard.publish()
 
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 def test_a_tar_that_gets_its_index_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -908,7 +909,7 @@ def test_a_tar_that_gets_its_index_meanwhile_stays(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(fcntl, "flock", late)
     remove_abandoned(open_folder(tmp_path), (0, 3))
 
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 def test_a_partial_file_that_is_renamed_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -926,7 +927,7 @@ def test_a_partial_file_that_is_renamed_meanwhile_stays(tmp_path: Path, monkeypa
     monkeypatch.setattr(fcntl, "flock", late)
     remove_abandoned(open_folder(tmp_path), (0, 3))
 
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 def test_the_partial_file_of_the_next_writer_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -946,7 +947,7 @@ def test_the_partial_file_of_the_next_writer_stays(tmp_path: Path, monkeypatch: 
     successor.publish()
     successor.close()
 
-    assert list(Shard(tmp_path / f"{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / f"{STEM}.json"))) == []
 
 
 # Stops where it is told, holding its lock, and goes on when it is told.
@@ -1018,7 +1019,7 @@ def test_another_process_publishes_what_was_left_to_it(tmp_path: Path, where: st
 
     remove_abandoned(open_folder(tmp_path), (0, 3))
     assert names(tmp_path) == ["00000000-00000001.json", "00000000-00000001.tar"]
-    assert list(Shard(tmp_path / "00000000-00000001.json").verify()) == []
+    assert list(shard_faults(Shard(tmp_path / "00000000-00000001.json"))) == []
 
 
 # In a bucket
@@ -1032,7 +1033,7 @@ def test_a_shard_in_a_bucket_is_the_shard_on_a_disk_byte_by_byte(s3: S3, folder:
     assert index == read_index(folder / f"{STEM}.json")
     assert list(remote.listing()) == names(folder)
     assert all(remote.read(name) == (folder / name).read_bytes() for name in names(folder))
-    assert list(Shard(f"{remote.url}/{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(f"{remote.url}/{STEM}.json"))) == []
 
 
 def test_a_bucket_shows_nothing_before_a_shard_is_published(s3: S3) -> None:
@@ -1095,7 +1096,7 @@ def test_in_a_bucket_the_index_goes_first_and_comes_last(s3: S3, monkeypatch: py
         ("upload", f"{STEM}.tar", [f"{STEM}.tar"]),
         ("write", f"{STEM}.json", [f"{STEM}.tar"]),
     ]
-    assert list(Shard(f"{s3.url}/{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(f"{s3.url}/{STEM}.json"))) == []
 
 
 @pytest.mark.parametrize("method", ["delete", "upload", "write"])
@@ -1147,4 +1148,4 @@ def test_a_shard_on_the_hub_is_the_shard_on_a_disk_byte_by_byte(hub: FakeHub, fo
     shards = ShardSet.open([f"{place}/*.tar"])
     for position, sample in enumerate(SAMPLES):
         assert_same(shards.load(position), sample)
-    assert list(Shard(f"{place}/{STEM}.json").verify()) == []
+    assert list(shard_faults(Shard(f"{place}/{STEM}.json"))) == []

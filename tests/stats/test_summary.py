@@ -171,7 +171,8 @@ def test_rehashing_finds_each_flipped_bit_in_its_shard(shards: Path) -> None:
     faults = summary_of(shards, verify=True).faults
 
     assert summary_of(shards).faults == []
-    assert {fault.partition(":")[0] for fault in faults} == set(map(str, shards.glob("*.tar")))
+    for tar in shards.glob("*.tar"):
+        assert any(str(tar) in fault for fault in faults)
 
 
 def test_progress_counts_shards(shards: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_web_url_may_have_escapes(web: Path) -> None:
 def test_over_http_nothing_is_listed_or_written(web: Path, tmp_path: Path) -> None:
     folder = open_folder("http://127.0.0.1:1/data")
     for act in [folder.listing, folder.folders]:
-        assert "{000..999}" in (failure(act).hint or "")
+        assert "cannot be listed" in failure(act).what
     (tmp_path / "source").touch()
     for act in [
         lambda: folder.write("a", b""),

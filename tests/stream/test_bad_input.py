@@ -14,7 +14,7 @@ import pytest
 
 from qie.data import open_stream
 from qie.errors import QieError, RecipeMismatchError, ShardError, UsageError
-from tests.builders import make_recipe, make_sample, write_shard
+from tests.builders import make_recipe, make_sample, rewrite_index, write_shard
 from tests.conftest import ROOT
 
 STEM = "00000000-00000004"
@@ -212,10 +212,11 @@ def test_there_may_be_more_shards_than_files_that_a_process_may_open(tmp_path: P
     for row in range(1, 300):
         stem = f"{row:08d}-{row + 1:08d}"
         shutil.copyfile(tmp_path / "00000000-00000001.tar", tmp_path / f"{stem}.tar")
-        values = json.loads((tmp_path / "00000000-00000001.json").read_text())
-        values |= {"start": row, "stop": row + 1}
-        values["samples"][0]["row"] = row
-        (tmp_path / f"{stem}.json").write_text(json.dumps(values))
+        shutil.copyfile(tmp_path / "00000000-00000001.json", tmp_path / f"{stem}.json")
+        rewrite_index(
+            tmp_path / f"{stem}.json",
+            lambda values, row=row: (values.update(start=row, stop=row + 1), values["samples"][0].update(row=row)),
+        )
 
     done = subprocess.run([sys.executable, "-c", _MANY, tmp_path], cwd=ROOT, capture_output=True, text=True)
 

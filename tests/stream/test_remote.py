@@ -17,6 +17,10 @@ import pytest
 from qie.data import open_stream
 from qie.errors import QieError
 from qie.shards.cache import ShardCache
+from qie.shards.compact import COMPACT_NAME, write_compact
+from qie.shards.parts import compacted
+from qie.shards.storage import find_indexes
+from qie.stats import summarise
 from qie.stores import open_folder
 from tests.faulty_proxy import FaultyProxy, every
 from tests.s3 import S3
@@ -143,7 +147,11 @@ def nginx(shards: Path, tmp_path: Path) -> Iterator[Nginx]:
             {" ".join(f"{kind}_temp_path {home}/{kind};" for kind in kinds)}
             log_format asked "$request_method|$uri|$http_range";
             access_log {home}/asked asked;
-            server {{ listen 127.0.0.1:{port}; location / {{ root {shards.parent}; }} }}
+            server {{
+                listen 127.0.0.1:{port};
+                location / {{ root {shards.parent}; }}
+                location /whole/ {{ alias {shards}/; max_ranges 0; }}
+            }}
         }}
         """
     )
@@ -185,10 +193,45 @@ def test_a_web_server_gives_the_batches_of_a_disk(
         assert all(re.fullmatch(r"bytes=\d+-\d+", asked) for _, asked in nginx.ranges()), "no tar is fetched whole"
 
 
-def test_a_folder_of_a_web_server_is_refused_since_it_lists_nothing(nginx: Nginx) -> None:
+def test_a_web_server_that_sends_no_ranges_gives_them_through_a_cache(
+    nginx: Nginx, expected: list[Facts], tmp_path: Path
+) -> None:
+    place = f"{nginx.url.rpartition('/')[0]}/whole/{BRACES}"
+    with pytest.raises(QieError, match="a web server sends only whole files") as refused:
+        all_facts(open_stream(place, **SETTINGS))
+    assert "cache.local_dir" in str(refused.value)
+
+    stream = open_stream(place, cache=ShardCache(tmp_path / "cache", 2**30), **SETTINGS)
+
+    assert all_facts(stream.forever(), len(expected)) == expected
+    assert sorted(name for name, asked in nginx.ranges() if asked == "-") == [f"{stem}.tar" for stem in STEMS]
+
+
+def test_a_folder_of_a_web_server_opens_by_its_compacted_index_alone(
+    nginx: Nginx, shards: Path, expected: list[Facts]
+) -> None:
+    folder = Path(shutil.copytree(shards, shards.parent / "listed"))
+    write_compact(open_folder(folder), compacted(open_folder(folder)))
+    url = f"{nginx.url.rpartition('/')[0]}/listed"
+
+    stream = open_stream(url, **SETTINGS)
+
+    assert nginx.log.read_text().splitlines() == [f"GET|/listed/{COMPACT_NAME}|-"]
+    assert all_facts(stream.forever(), len(expected)) == expected
+    assert all_facts(open_stream(f"{url}/*.tar", **SETTINGS).forever(), len(expected)) == expected
+    found = summarise(find_indexes([url]), verify=True)
+    assert (found.faults, found.shards) == ([], len(STEMS))
+
+    (folder / f"{STEMS[1]}.tar").unlink()  # it is trusted to say what there is, not what a shard holds
+    assert [f"{STEMS[1]}.tar" in fault for fault in summarise(find_indexes([url])).faults] == [True]
+    with pytest.raises(QieError, match="there is no such file"):
+        all_facts(open_stream(url, **SETTINGS))
+
+
+def test_a_folder_of_a_web_server_without_a_compacted_index_is_refused_since_nothing_lists_it(nginx: Nginx) -> None:
     with pytest.raises(QieError) as refused:
         open_stream(nginx.url)
-    assert nginx.url in str(refused.value)
+    assert refused.value.where == nginx.url and "qie-stats --compact" in str(refused.value.hint)
 
 
 def test_a_name_that_a_web_server_does_not_have_is_named(nginx: Nginx) -> None:
