@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from qie.cli import train
 from qie.data.sources import open_source
 from qie.precompute import precompute
+from tests.conftest import AREA_PX
 
 ROWS = 9
 ADAPTER = "pytorch_lora_weights.safetensors"
@@ -32,6 +33,7 @@ class Bench:
         precompute(open_source(photos), encoder, folder / "shards", rows=(0, ROWS))
         settings = {
             "model": {"pretrained_model_name_or_path": str(model), "lora": {"r": 4}},
+            "data": {"area_px": AREA_PX, "allow_tiny": True},
             "cache": {"cache_dir": str(folder / "shards")},
             "train": {"mixed_precision": "no", "gradient_checkpointing": False},
             "optimizer": {"init_args": {"lr": 0.01}},

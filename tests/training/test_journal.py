@@ -30,6 +30,7 @@ def painted(bench: Bench, photos: Path) -> Path:
         bench.folder / "painted",
         data__area_px=64 * 64,
         data__allow_tiny=True,
+        cache__accept_recipe=True,  # the sample images are smaller than those of the shards
         logging__report_to=["tensorboard"],
         logging__run_name="a run",
         train__checkpoint_every=2,

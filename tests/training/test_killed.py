@@ -19,7 +19,7 @@ from qie.data.sources import open_source
 from qie.precompute import precompute
 from qie.training.card import read_run
 from qie.training.checkpoint import checkpoints, read_state
-from tests.conftest import ROOT
+from tests.conftest import AREA_PX, ROOT
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines
 
 DYING = """
@@ -73,7 +73,13 @@ def config(tiny_edit: Path, photos: Path, encoder, tmp_path_factory: pytest.Temp
             "pretrained_model_name_or_path": str(tiny_edit),
             "lora": {"r": 4, "lora_dropout": 0.1},
         },
-        "data": {"caption_dropout_rate": 0.3, "control_dropout_rate": 0.2, "batch_size": 2},
+        "data": {
+            "area_px": AREA_PX,
+            "allow_tiny": True,
+            "caption_dropout_rate": 0.3,
+            "control_dropout_rate": 0.2,
+            "batch_size": 2,
+        },
         "cache": {"cache_dir": str(folder / "shards")},
         "train": {
             "max_steps": 40,

@@ -19,7 +19,7 @@ from qie.devices import resolve_device
 from qie.errors import UsageError
 from qie.opening import open_accelerator
 from qie.precompute import precompute
-from tests.conftest import ROOT
+from tests.conftest import AREA_PX, ROOT
 
 LAUNCHERS = {
     "DDP": ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qie.cli.train"),
@@ -71,7 +71,7 @@ def train(
 def configured(model: Path, lora: dict | None) -> dict:
     return {
         "model": {"pretrained_model_name_or_path": str(model), "lora": lora},
-        "data": {"caption_dropout_rate": 0.3},
+        "data": {"area_px": AREA_PX, "allow_tiny": True, "caption_dropout_rate": 0.3},
         "train": {
             "max_steps": 6,
             "mixed_precision": "no",
