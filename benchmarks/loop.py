@@ -20,7 +20,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,7 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(name)
         write(folder, options.tokens)
         for _ in range(options.runs):
-            with opened(folder) as run, Journal(run.config, run.accelerator, Listener(), 0) as journal, run.feed:
+            with (
+                opened(folder) as run,
+                Journal(run.config, run.accelerator, Listener(), 0) as journal,
+                closing(run.feed),
+            ):
                 run.take_step()
                 bare = timed_bare(run, options.steps)
                 took, theirs, waited = timed_loop(run, journal, options.steps)

@@ -147,8 +147,7 @@ def qie_loop(variant: Variant, bench: Bench) -> Iterator[Callable[[], float | No
     stream = open_stream(bench.folder / "rows", encoder=encoder) if encoder else open_stream([bench.folder / "shards"])
     run = Run(config, open_checkpoint(str(bench.model)), stream, bench.accelerator(), None)
     try:
-        with run.feed:
-            yield lambda: run.take_step().mfu
+        yield lambda: run.take_step().mfu
     finally:
-        run.feed._thread.join()  # it holds a batch, and what encodes it
+        run.feed.close()  # it holds a batch, and what encodes it
         run.finish()

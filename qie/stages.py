@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qie.threads import Threads, submit
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -100,16 +102,16 @@ class Pipeline:
         however it ends, no thread of the pipeline is at work any more.
         """
         channels = [_Channel(self._depth) for _ in range(len(self._stages) + 1)]
-        threads = [_thread("items", _feed, items, channels[0])]
+        threads = Threads()
+        threads.start("items", _feed, items, channels[0])
         for stage, source, sink in zip(self._stages, channels, channels[1:], strict=False):
-            threads.append(_thread(stage.name, self._pump, stage, source, sink))
+            threads.start(stage.name, self._pump, stage, source, sink)
         try:
             yield from channels[-1]
         finally:
             for channel in channels:
                 channel.close()
-            for thread in threads:
-                thread.join()
+            threads.stop()
 
     def _pump(self, stage: Stage, source: _Channel, sink: _Channel) -> None:
         if stage.workers == 1:
@@ -138,7 +140,7 @@ def _ahead(pool: ThreadPoolExecutor, work: Callable[[Any], Any], source: _Channe
             yield running.popleft().result()
             continue
         try:
-            running.append(pool.submit(work, next(items)))
+            running.append(submit(pool, work, next(items)))
             running[-1].add_done_callback(lambda done: source.wake())
         except StopIteration:
             break
@@ -221,6 +223,7 @@ def _feed(items: Iterable[Any], channel: _Channel) -> None:
         try:
             for item in items:
                 channel.put(item)
+                del item  # a batch is large
         except _ClosedError:
             raise
         except BaseException as error:  # handed to whoever iterates the pipeline
@@ -229,10 +232,3 @@ def _feed(items: Iterable[Any], channel: _Channel) -> None:
             channel.put(_END)
     except _ClosedError:
         pass
-
-
-def _thread(name: str, work: Callable[..., None], *arguments: Any) -> threading.Thread:
-    # A daemon: a second Ctrl-C ends the process without waiting for the item at work.
-    thread = threading.Thread(target=work, args=arguments, name=f"qie-{name}", daemon=True)
-    thread.start()
-    return thread

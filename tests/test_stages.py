@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from qie.data.follow import GrowingSamples
 from qie.stages import Load, Pipeline, Stage, in_turn
+from qie.stores import open_folder
+from qie.stores.retry import patiently
+from qie.threads import pause
+from tests.conftest import ROOT
 
 TIMEOUT_S = 20
 PLACES = ["items", "first", "middle", "last"]
@@ -236,6 +245,122 @@ def test_closed_while_a_stage_is_at_work_its_neighbours_end_and_it_is_waited_for
     release.set()
     closing.join(TIMEOUT_S)
     assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("place", ["items", "middle", "inner"])
+@pytest.mark.parametrize("what", ["pause", "shard", "store"])
+def test_closed_early_it_ends_where_it_waits_for_what_will_not_come(
+    what: str, place: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QIE_STORE_RETRY_S", "100000")
+    waiting = threading.Event()
+
+    def look() -> None:
+        waiting.set()
+
+    def refused() -> None:
+        waiting.set()
+        raise OSError("no connection")
+
+    shards = GrowingSamples(open_folder(tmp_path), 8, timeout_s=1e6, poll_s=1e5, alive=look)
+    waits = {
+        "pause": lambda: waiting.set() or pause(1e5),
+        "shard": shards.wait,
+        "store": lambda: patiently(refused, lambda error: True),
+    }
+
+    def work(number: int) -> int:
+        return waits[what]() or number if number else number
+
+    items: Iterator[int] = iter(range(2)) if place == "middle" else map(work, range(2))
+    if place == "inner":
+        items = Pipeline([]).run(items)
+    running = Pipeline(three(workers, **({"middle": work} if place == "middle" else {}))).run(items)
+    assert next(running) == 0 and waiting.wait(TIMEOUT_S)
+    closing = threading.Thread(target=running.close, daemon=True)
+    closing.start()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive() and threads() == []
+
+
+# Children of one process, for to import torch takes longer than all of them. Each ends while its thread is in the
+# midst of native code that gives up Python's lock and takes it again on its way out.
+ENDINGS = """
+import gc, os, sys
+from contextlib import closing
+import torch
+from qie.stages import Pipeline
+from qie.threads import pause
+
+torch.set_num_threads(1)
+gc.freeze()  # what was imported is not gone through at each end
+
+def items():
+    yield 0
+    while True:
+        pause(0)
+        torch.rand(1 << 16).sort()
+
+for _ in range(50):
+    child = os.fork()
+    if child == 0:
+        with closing(Pipeline([]).run(items())) as running:
+            next(running)
+        sys.exit(0)
+    if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(f"ended with {status}")
+"""
+
+
+def test_a_process_whose_threads_are_in_native_code_ends_fifty_times_without_abort() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDINGS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# The second Ctrl-C arrives while the pipeline waits for its thread, which is in native code without end.
+LEAVING = """
+import os, signal, sys, threading
+from contextlib import closing
+import click, torch
+from qie.cli.common import explained
+from qie.stages import Pipeline
+from qie.threads import Threads
+
+busy = threading.Event()
+
+def work(item):
+    if item:
+        busy.set()
+        while True:
+            torch.rand(1 << 16).sort()
+    return item
+
+@click.command()
+@explained
+def main():
+    with closing(Pipeline([]).run(map(work, range(2)))) as running:
+        next(running)
+        busy.wait()
+        threading.Thread(target=interrupt, daemon=True).start()
+        raise KeyboardInterrupt
+
+def interrupt():
+    frame = None
+    while frame is None:
+        frame = sys._current_frames()[threading.main_thread().ident]
+        while frame and frame.f_code is not Threads.join.__code__:
+            frame = frame.f_back
+    os.kill(os.getpid(), signal.SIGINT)
+
+main()
+"""
+
+
+def test_a_second_ctrl_c_leaves_a_thread_in_native_code_behind_without_abort() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVING], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert done.stderr.startswith("interrupted: ")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])

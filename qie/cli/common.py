@@ -118,8 +118,10 @@ def _heard() -> Iterator[None]:
 
 
 def _interrupted() -> NoReturn:
+    from qie.threads import leave
+
     echo("interrupted: what was published stays; run the same command again to go on", err=True)
-    sys.exit(130)
+    leave(130)
 
 
 def _was_interrupt(error: BaseException | None) -> bool:

@@ -87,8 +87,10 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        from qie.threads import leave
+
         echo("interrupted: checkpoints stay; go on from the last one with --resume latest", err=True)
-        sys.exit(130)
+        leave(130)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from qie.shards.shard_set import ShardSet, Verify
 from qie.shards.storage import published, rows_of
 from qie.shards.table import Columns
 from qie.stores import Folder
+from qie.threads import pause
 from qie.types import Sample
 
 
@@ -144,7 +145,8 @@ class GrowingSamples:
             if now - told > 30:
                 told = now
                 self.say(f"waiting for the shard of row {self.covered} in {self.folder}")
-            if self._closed.wait(self.poll_s):
+            pause(self.poll_s)
+            if self._closed.is_set():
                 raise QieError("the stream was closed while it waited for a shard", where=self.folder)
 
 

@@ -18,6 +18,7 @@ from qie.data.batches import collate
 from qie.data.epoch import PLAN_VERSION, Order, Plan, PlannedBatch, Tail, held_out, plan_epoch
 from qie.data.samples import Samples
 from qie.errors import UsageError
+from qie.threads import submit
 from qie.types import Batch
 
 _END = PlannedBatch((), ())
@@ -126,7 +127,7 @@ class Stream(IterableDataset[Batch]):
                     while len(ahead) <= self.prefetch and (planned := next(upcoming, _END)):
                         if planned is _END:
                             break
-                        ahead.append(pool.submit(self.load, planned))
+                        ahead.append(submit(pool, self.load, planned))
                     if not ahead and planned is _END:
                         return
                     if not ahead:

@@ -9,7 +9,6 @@ encoder work at once on different rows, and memory does not grow with the datase
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from qie.shards.storage import published, rows_of
 from qie.shards.writer import ShardBusyError, ShardOverlapError, ShardWriter
 from qie.stages import Pipeline, Stage
 from qie.stores import File, Folder
+from qie.threads import pause
 from qie.types import Row, Sample
 
 READERS = 8
@@ -64,7 +64,6 @@ class Engine:
         self._recipe, self._progress = encoder.recipe, progress
         self._records = Records(output, settings.reuse, search_output=not settings.trust_published)
         self._writers: set[ShardWriter] = set()
-        self._over = threading.Event()
 
     def run(self, shards: Iterable[Range]) -> Report:
         """Bring `shards` up to date, in their order.
@@ -74,13 +73,11 @@ class Engine:
             ShardError, StoreError: a shard cannot be read or written. What is published stays.
         """
         report, started = Report(), time.monotonic()
-        self._over.clear()
         pipeline = Pipeline(self._stages(), DEPTH)
         try:
             with ExitStack() as stack:
                 pool = stack.enter_context(ThreadPoolExecutor(READERS, thread_name_prefix="qie-compare"))
                 items = stack.enter_context(closing(pipeline.run(self._iter_items(shards, pool))))
-                stack.callback(self._over.set)  # first: the pipeline waits for its threads, one of which may be waiting
                 for item in items:
                     count(report, item)
                     report.loads, report.seconds = dict(pipeline.loads), time.monotonic() - started
@@ -115,8 +112,7 @@ class Engine:
             if not busy:
                 return
             yield Waiting(len(busy))
-            if self._over.wait(LOOK_AGAIN_S):
-                return
+            pause(LOOK_AGAIN_S)
             shards = busy
 
     def _iter_shard(self, first: int, last: int, pool: ThreadPoolExecutor, busy: list[Range]) -> Iterator[Item]:

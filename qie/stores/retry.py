@@ -13,6 +13,7 @@ from itertools import count
 from typing import TypeVar
 
 from qie.errors import UsageError
+from qie.threads import Threads, pause
 
 CONNECT_S = 10.0
 REQUEST_S = 60.0
@@ -60,10 +61,10 @@ def patiently(act: Callable[[], _Result], transient: Callable[[Exception], bool]
             return act()
         except Exception as error:
             longest = min(FIRST_PAUSE_S * 2 ** min(attempt, 16), allowed.longest_pause_s)
-            pause = longest * _chance.uniform(0.5, 1)
-            if not transient(error) or time.monotonic() + pause >= deadline:
+            seconds = longest * _chance.uniform(0.5, 1)
+            if not transient(error) or time.monotonic() + seconds >= deadline:
                 raise
-        time.sleep(pause)
+        pause(seconds)
     raise AssertionError("unreachable")
 
 
@@ -79,7 +80,9 @@ def interruptibly(act: Callable[[], _Result]) -> _Result:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    threads = Threads()
+    threads.start("store", run)
+    threads.join()
     return outcome.result()
 
 

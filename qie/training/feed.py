@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import queue
-import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from qie.config import TrainConfig
 from qie.data.stream import Stream
 from qie.errors import ConfigError
+from qie.stages import Pipeline
 from qie.training.step import Draws, Objective
 from qie.types import Batch
 
@@ -26,52 +27,24 @@ class Prepared:
     position: dict[str, Any]
 
 
-class Feed:
+def iter_prepared(stream: Stream, objective: Objective, first: int) -> Generator[Prepared]:
     """Prepared batches of a stream, one ahead, from the `first` batch of a run on; the first one is number 0.
 
-    A thread draws the noise and starts the copy to the device. It is a daemon: one that waits for a shard that nobody
-    has written yet keeps no process alive.
+    A thread draws the noise and starts the copy to the device. To close the generator ends it, even where it waits for
+    a shard that nobody writes.
     """
+    return Pipeline([], depth=1).run(_prepare(stream, objective, first))
 
-    def __init__(self, stream: Stream, objective: Objective, first: int) -> None:
-        self._stream, self._objective, self._first = stream, objective, first
-        self._ready: queue.Queue[Prepared | BaseException] = queue.Queue(1)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="qie-feed", daemon=True)
 
-    def __enter__(self) -> Feed:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._closed.set()
-        while not self._ready.empty():  # the thread may be waiting for room
-            self._ready.get_nowait()
-
-    def __next__(self) -> Prepared:
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def _work(self) -> None:
-        batches = self._stream.forever()
-        number = self._first
-        try:
-            while not self._closed.is_set():
-                self._ready.put(self._prepared(batches, number))
-                number += 1
-        except BaseException as error:  # raised by the step that would have had the batch
-            self._ready.put(error)
-        finally:
-            batches.close()
-
-    def _prepared(self, batches: Iterator[Batch], number: int) -> Prepared:
-        epoch = self._stream.epoch
-        batch = next(batches)
-        position = self._stream.state_dict()
-        draws = self._objective.draw(batch, number)
-        return Prepared(self._objective.moved(batch), draws, epoch, position)
+def _prepare(stream: Stream, objective: Objective, first: int) -> Iterator[Prepared]:
+    with closing(stream.forever()) as batches:
+        for number in count(first):
+            epoch = stream.epoch
+            batch = next(batches)
+            position = stream.state_dict()
+            draws = objective.draw(batch, number)
+            yield Prepared(objective.moved(batch), draws, epoch, position)
+            del batch, draws
 
 
 def planned_steps(section: TrainConfig, batches: int | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def _taken(run: Run, saved: Path, paint: Painter | None, listener: Listener) -> 
     with (
         Journal(run.config, run.accelerator, listener, run.step) as journal,
         stop_requested(run.accelerator) as stopping,
-        run.feed,
+        closing(run.feed),
     ):
 
         def look() -> None:

@@ -23,7 +23,7 @@ from qie.errors import QieError
 from qie.pretrained import Checkpoint
 from qie.training.card import RunReport, read_run, write_card, write_run
 from qie.training.checkpoint import STATE_FILE, checkpoints, explained_damage, publish_checkpoint, remove_old
-from qie.training.feed import Feed, Prepared, batches_of, planned_steps, require_null_prompts
+from qie.training.feed import Prepared, batches_of, iter_prepared, planned_steps, require_null_prompts
 from qie.training.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
 from qie.training.model import load_shift
 from qie.training.objective import derive_seed
@@ -100,7 +100,7 @@ class Run:
             config.logging.peak_tflops,
             not config.model.lora,
         )
-        self.feed = Feed(stream, self.objective, self.taken)
+        self.feed = iter_prepared(stream, self.objective, self.taken)
 
     def take_step(self) -> StepMetrics:
         """One optimizer step over `gradient_accumulation_steps` batches, or what is left of the last epoch.

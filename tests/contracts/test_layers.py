@@ -8,7 +8,7 @@ from tests.conftest import ROOT
 
 # From the lowest to the highest. Modules on one line do not know each other.
 LAYERS = [
-    ["errors", "types"],
+    ["errors", "types", "threads"],
     ["paths"],
     ["recipe", "hashing", "quantities", "stages"],
     ["stores"],
