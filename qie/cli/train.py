@@ -50,7 +50,7 @@ def main(
     from qie.pretrained import open_checkpoint
     from qie.stages import quick_turns
     from qie.streams import choose, open_training_stream
-    from qie.training.loop import train
+    from qie.training.loop import find_start, train
 
     config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
     model = config.model
@@ -58,6 +58,8 @@ def main(
     quiet_libraries()
     accelerator = open_accelerator(config)
     main_process, sharded = accelerator.is_main_process, accelerator.distributed_type == "FSDP"
+    if main_process:
+        find_start(resume, local_path(config.train.output_dir))  # before rows are looked at
     if choose(config, shards, follow=follow).kind in ("live", "write_through"):
         quick_turns()  # encoders work beside the training step
     with (

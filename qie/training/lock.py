@@ -26,8 +26,7 @@ def locked(output_dir: Path) -> Iterator[None]:
         UsageError: another run uses it, or it is no folder.
         QieError: it cannot be written.
     """
-    if output_dir.exists() and not output_dir.is_dir():
-        raise UsageError("train.output_dir is no folder", where=output_dir)
+    require_folder(output_dir)
     made = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]
     path = output_dir / LOCK_FILE
     try:
@@ -43,6 +42,12 @@ def locked(output_dir: Path) -> Iterator[None]:
         for folder in made:
             with suppress(OSError):  # not empty, or in use
                 folder.rmdir()
+
+
+def require_folder(output_dir: Path) -> None:
+    """Raise UsageError when something else has the folder's name."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise UsageError("train.output_dir is no folder", where=output_dir)
 
 
 def _take(path: Path) -> int:

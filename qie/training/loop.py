@@ -17,7 +17,7 @@ from qie.pretrained import Checkpoint
 from qie.training.budget import explained_memory, plan_memory, tell_memory
 from qie.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers
 from qie.training.journal import Journal, Listener
-from qie.training.lock import locked
+from qie.training.lock import locked, require_folder
 from qie.training.reporting import Reporter
 from qie.training.run import Painter, Run
 from qie.training.stopping import stop_requested
@@ -62,7 +62,9 @@ def train(
     listener = listener if listener and main else Listener()
     with locked(output_dir) if main else nullcontext():
         # The main process holds the lock: where it starts, the others do.
-        start = broadcast_object_list([_start(resume, output_dir) if main else None])[0]
+        start = broadcast_object_list([find_start(resume, output_dir) if main else None])[0]
+        if main:
+            remove_leftovers(output_dir)
         setup = plan_memory(config, checkpoint, stream, accelerator)
         tell_memory(setup, accelerator.device, listener.say)
         with explained_memory(setup):
@@ -127,8 +129,13 @@ def _taken(run: Run, saved: Path, paint: Painter | None, listener: Listener) -> 
     return saved
 
 
-def _start(resume: str | None, output_dir: Path) -> Path | None:
-    """The checkpoint to go on from; None for a new run. What a killed run has left beside the checkpoints goes."""
+def find_start(resume: str | None, output_dir: Path) -> Path | None:
+    """The checkpoint that a run resumes from; None for a new run. Asked before the work, and under the lock.
+
+    Raises:
+        UsageError: there is no such checkpoint; or the output folder holds another run, or is no folder.
+    """
+    require_folder(output_dir)
     start = find_checkpoint(resume, output_dir) if resume else None
     if checkpoints(output_dir) and (start is None or start.parent.resolve() != output_dir.resolve()):
         raise UsageError(
@@ -136,5 +143,4 @@ def _start(resume: str | None, output_dir: Path) -> Path | None:
             where=output_dir,
             hint="go on with --resume latest, or give the new run its own train.output_dir",
         )
-    remove_leftovers(output_dir)
     return start

@@ -96,9 +96,7 @@ def test_epochs_of_different_lengths_are_each_whole(
     parts = [SourceSpec(str(photos), "half")]
     precompute(open_source(parts), encoder, tmp_path / "bench" / "shards", rows=(0, ROWS))
     mixed = [{"source": str(photos), "name": "half", "weight": 0.5}]
-    bench.train(
-            tmp_path / "run", train__epochs=2, validation__rows=0, data__source=mixed, cache__trust_published=True
-        )
+    bench.train(tmp_path / "run", train__epochs=2, validation__rows=0, data__source=mixed, cache__trust_published=True)
     assert sorted(trained.values()) == [1] * ROWS
 
 
