@@ -123,10 +123,11 @@ def test_what_is_refused_ends_all_processes_with_one_message(
 
 
 def test_processes_that_do_not_find_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_accelerator(Config()).num_processes == 1
+    config = Config.model_validate({"model": {"pretrained_model_name_or_path": "any"}})
+    assert open_accelerator(config).num_processes == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="would train apart") as caught:
-        open_accelerator(Config())
+        open_accelerator(config)
     assert (caught.value.where, caught.value.found) == ("WORLD_SIZE", 1)
     assert "torchrun" in str(caught.value.hint)
 
