@@ -14,6 +14,7 @@ from qie.cli.common import Command, Progress, config_option, echo, explained, qu
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from qie.config import Config
     from qie.streams import Telling
     from qie.training.journal import Listener
 
@@ -48,8 +49,7 @@ def main(
     from qie.opening import open_accelerator
     from qie.paths import local_path
     from qie.pretrained import open_checkpoint
-    from qie.stages import quick_turns
-    from qie.streams import choose, open_training_stream
+    from qie.streams import open_training_stream
     from qie.training.loop import find_start, train
 
     config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
@@ -60,8 +60,7 @@ def main(
     main_process, sharded = accelerator.is_main_process, accelerator.distributed_type == "FSDP"
     if main_process:
         find_start(resume, local_path(config.train.output_dir))  # before rows are looked at
-    if choose(config, shards, follow=follow).kind in ("live", "write_through"):
-        quick_turns()  # encoders work beside the training step
+    _quicken(config, shards, follow=follow)
     with (
         _interruptible(),
         _told(quiet or not main_process) as telling,
@@ -81,6 +80,15 @@ def main(
     if main_process:
         state = "stopped" if outcome.interrupted else "done"
         echo(f"{state} after {outcome.step} steps; weights and state in {outcome.checkpoint}")
+
+
+def _quicken(config: Config, shards: tuple[str, ...], *, follow: bool) -> None:
+    """Where encoders work beside the training step, let threads hand Python's lock on sooner."""
+    from qie.stages import quick_turns
+    from qie.streams import choose
+
+    if choose(config, shards, follow=follow).kind in ("live", "write_through"):
+        quick_turns()
 
 
 @contextmanager
