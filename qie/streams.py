@@ -33,6 +33,7 @@ from qie.shards.index import parse_stem
 from qie.shards.parts import open_parts
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes, gaps
+from qie.stages import quick_turns
 from qie.stores import File, LocalFolder, StoreError, open_folder
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ class _Opening:
                 "cache.write_through is for one process",
                 hint="with several, run qie-precompute beside them and train with --follow",
             )
+        quick_turns()
         place = required(self.config.cache.cache_dir, "cache.cache_dir", "where cache.write_through writes")
         writer = _Writer(self.config, open_rows(self.config, NEEDED), open_encoder(self.config), place)
         writer.start()
@@ -396,6 +398,7 @@ class _Opening:
         keep = memory(self.config, self.accelerator.device)
         settings = stream_settings(self.config, self.accelerator)
         if isinstance(samples, LiveSamples) and samples.lacking:
+            quick_turns()  # encoders work beside the training step
             settings["threads"] = max(settings["threads"], len(samples.encoder.stages))
         return Stream(KeptSamples(samples, keep) if keep else samples, **settings, accepted=accepted)
 

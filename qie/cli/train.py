@@ -60,7 +60,6 @@ def main(
     main_process, sharded = accelerator.is_main_process, accelerator.distributed_type == "FSDP"
     if main_process:
         find_start(resume, local_path(config.train.output_dir))  # before rows are looked at
-    _quicken(config, shards, follow=follow)
     with (
         _interruptible(),
         _told(quiet or not main_process) as telling,
@@ -81,14 +80,6 @@ def main(
         state = "stopped" if outcome.interrupted else "done"
         echo(f"{state} after {outcome.step} steps; weights and state in {outcome.checkpoint}")
 
-
-def _quicken(config: Config, shards: tuple[str, ...], *, follow: bool) -> None:
-    """Where encoders work beside the training step, let threads hand Python's lock on sooner."""
-    from qie.stages import quick_turns
-    from qie.streams import choose
-
-    if choose(config, shards, follow=follow).kind in ("live", "write_through"):
-        quick_turns()
 
 
 @contextmanager
