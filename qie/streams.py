@@ -344,9 +344,10 @@ class _Opening:
         if self.config.cache.accept_recipe:
             self.telling.say(f"the shards are of another recipe, which is accepted: {'; '.join(differing)}")
             return differing
-        other = "model family" if found.family != expected["family"] else "recipe than the configuration describes"
         raise RecipeMismatchError(
-            f"the shards are of another {other}",
+            "the shards are of another model family"
+            if found.family != expected["family"]
+            else "the shards are of another recipe than the configuration describes",
             where=self.where,
             expected="what qie-precompute would write by this configuration",
             found="; ".join(differing),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -104,6 +106,13 @@ def write_shard(
             else:
                 shard.add(make_entry(sample, row), encode(sample, recipe.digest))
         return shard.publish()
+
+
+def plant_shard(folder: Path, samples: Iterable[Sample | None], *, start: int = 0) -> None:
+    """Put a shard into a folder as a copy does: a writer refuses rows that are there."""
+    with TemporaryDirectory() as aside:
+        write_shard(aside, samples, start=start)
+        shutil.copytree(aside, folder, dirs_exist_ok=True)
 
 
 def write_versions(

@@ -26,7 +26,7 @@ from qie.shards.table import COLUMNS
 from qie.stores import File, Folder, LocalFolder, open_folder
 from qie.stores.objects import ObjectFolder
 from qie.types import Sample
-from tests.builders import assert_same, make_recipe, make_sample, write_shard, write_versions
+from tests.builders import assert_same, make_recipe, make_sample, plant_shard, write_shard, write_versions
 from tests.s3 import S3, without_clouds
 from tests.stores.servers import Ranged, serving
 
@@ -179,7 +179,7 @@ def test_shards_of_two_recipes_are_not_compacted_together(folder: Path) -> None:
 
 
 def test_shards_of_the_same_rows_are_not_compacted(folder: Path) -> None:
-    write_shard(folder, [LETTERS["d"], None], start=1)
+    plant_shard(folder, [LETTERS["d"], None], start=1)
 
     with pytest.raises(ShardError, match="two shards hold the same rows"):
         compact(folder)
@@ -423,7 +423,7 @@ def test_a_shard_of_another_recipe_beside_it_is_refused(folder: Path) -> None:
 
 def test_a_shard_over_the_rows_of_a_compacted_one_is_refused(folder: Path) -> None:
     compact(folder)
-    write_shard(folder, [LETTERS["d"], None], start=1)
+    plant_shard(folder, [LETTERS["d"], None], start=1)
 
     with pytest.raises(ShardError, match="two shards hold the same rows"):
         ShardSet.open([folder])

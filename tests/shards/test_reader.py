@@ -28,6 +28,7 @@ from tests.builders import (
     make_sample,
     make_skipped,
     mutated_json,
+    plant_shard,
     rewrite_index,
     without_own_hash,
     write_shard,
@@ -381,7 +382,7 @@ def test_two_differing_fields_are_both_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("start", "found"), [(2, "rows [2, 3)"), (0, "rows [0, 3)"), (1, "rows [1, 3)")])
 def test_overlapping_shards_are_refused(tmp_path: Path, start: int, found: str) -> None:
     write_shard(tmp_path, SAMPLES)
-    write_shard(tmp_path, [*SAMPLES, SAMPLES[0]], start=start)
+    plant_shard(tmp_path, [*SAMPLES, SAMPLES[0]], start=start)
 
     with pytest.raises(ShardError, match="two shards hold the same rows") as error:
         ShardSet.open([tmp_path])
@@ -390,8 +391,8 @@ def test_overlapping_shards_are_refused(tmp_path: Path, start: int, found: str) 
 
 def test_a_shard_within_another_is_refused(tmp_path: Path) -> None:
     write_shard(tmp_path, [make_sample(seed) for seed in range(6)])
-    write_shard(tmp_path, [make_sample(1)], start=1)
-    write_shard(tmp_path, [make_sample(4)], start=4)
+    plant_shard(tmp_path, [make_sample(1)], start=1)
+    plant_shard(tmp_path, [make_sample(4)], start=4)
 
     with pytest.raises(ShardError, match="two shards hold the same rows"):
         ShardSet.open([tmp_path])
@@ -399,7 +400,7 @@ def test_a_shard_within_another_is_refused(tmp_path: Path) -> None:
 
 def test_a_skipped_shard_over_the_rows_of_another_is_refused(tmp_path: Path) -> None:
     write_shard(tmp_path, SAMPLES)
-    write_shard(tmp_path, [None], start=2)
+    plant_shard(tmp_path, [None], start=2)
 
     with pytest.raises(ShardError, match="two shards hold the same rows"):
         ShardSet.open([tmp_path])
@@ -622,7 +623,7 @@ def test_the_same_rows_in_a_bucket_and_on_a_disk_are_two_sources(local: Path, re
 
 
 def test_overlapping_shards_in_a_bucket_are_refused(remote: str, local: Path) -> None:
-    write_shard(local, [SAMPLES[0]], start=2)
+    plant_shard(local, [SAMPLES[0]], start=2)
     for path in local.glob("00000002-*"):
         open_folder(remote).upload(path.name, path)
 

@@ -14,7 +14,7 @@ import pytest
 
 from qie.data import open_stream
 from qie.errors import QieError, RecipeMismatchError, ShardError, UsageError
-from tests.builders import make_recipe, make_sample, rewrite_index, write_shard
+from tests.builders import make_recipe, make_sample, plant_shard, rewrite_index, write_shard
 from tests.conftest import ROOT
 
 STEM = "00000000-00000004"
@@ -103,7 +103,7 @@ def test_of_shards_of_two_recipes_it_is_said_which_and_how_they_differ(shards: P
 
 
 def test_two_shards_of_the_same_rows_are_named(shards: Path) -> None:
-    write_shard(shards, [make_sample(8)], start=3)
+    plant_shard(shards, [make_sample(8)], start=3)
 
     error = refused(ShardError, shards)
     assert "00000003-00000004" in str(error) and STEM in str(error)
