@@ -89,6 +89,8 @@ WAYS: dict[str, dict[str, str]] = {
         "cache.keep.latents": "cpu",
         "logging.report_to": "[tensorboard]",
         "cache.local_dir": "{work}/local",
+        "cache.accept_recipe": "true",
+        "data.background": "black",
     },
 }
 

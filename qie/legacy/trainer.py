@@ -211,7 +211,7 @@ class QwenImageEditTrainer:
             self._configure(train_dataloader)
             train_dataloader = None
         rows: Any = train_dataloader if train_dataloader is not None else open_rows(self.config)
-        if not all(hasattr(rows, name) for name in ("read", "name", "part", "__len__")):
+        if not all(hasattr(rows, name) for name in ("read", "name", "__len__")):
             raise _no_loader(rows, "what qie.legacy.loader gives, qie.open_source, or nothing")
         return self._precompute(rows, (0, len(rows)))
 
