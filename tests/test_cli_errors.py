@@ -268,7 +268,11 @@ def test_a_component_whose_config_is_no_json_is_named(
 @pytest.mark.parametrize("content", [None, b"", b"<html>404</html>", bytes(100)])
 @pytest.mark.parametrize(
     ("command", "arguments", "name"),
-    [(train, (*CONFIG, "shards"), "transformer"), (predict, PAINT, "transformer"), (predict, PAINT, "vae")],
+    [
+        (train, (*CONFIG, "shards", "--accept-recipe"), "transformer"),
+        (predict, PAINT, "transformer"),
+        (predict, PAINT, "vae"),
+    ],
 )
 def test_missing_or_damaged_weights_are_refused_by_their_component(
     refused: Refused,

@@ -14,7 +14,6 @@ from qie.cli.common import Command, Progress, config_option, echo, explained, qu
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from qie.config import Config
     from qie.streams import Telling
     from qie.training.journal import Listener
 
@@ -79,7 +78,6 @@ def main(
     if main_process:
         state = "stopped" if outcome.interrupted else "done"
         echo(f"{state} after {outcome.step} steps; weights and state in {outcome.checkpoint}")
-
 
 
 @contextmanager
