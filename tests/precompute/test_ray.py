@@ -108,10 +108,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[
     """What the scenarios said, and the folder that they wrote to."""
     work = tmp_path_factory.mktemp("ray")
     session = tempfile.mkdtemp(prefix="qr", dir="/tmp")  # short: sockets lie there
+    (Path(session) / "ray").mkdir()
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_TMPDIR": session,  # else the cluster's address lies where every other cluster of the machine puts its own
     }
     environment.pop("RAY_ADDRESS", None)
     child = subprocess.Popen(
