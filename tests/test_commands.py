@@ -95,7 +95,7 @@ def test_stats_finds_a_flipped_bit_and_still_summarises_the_rest(work: Path, tmp
     assert run(stats, tmp_path / "shards").exit_code == 0, "without --verify the tars are not read"
     result = run(stats, tmp_path / "shards", "--verify", code=1)
     assert "samples   12" in result.stdout
-    assert f"fault: {victim}" in result.stderr
+    assert "fault: a record is damaged" in result.stderr and str(victim) in result.stderr
     victim.write_bytes(content[:-512])
     assert "cut short" in run(stats, tmp_path / "shards", code=1).stderr
 

@@ -19,9 +19,9 @@ pixels from --size (targets) and --control-size (once for each control, in order
 
 A cache says neither from which images and prompts nor with which weights it was made (its embeddings are even found by
 the prompt alone, whatever the control was). So the recipe of these shards says that they are imported, instead of how;
---model is kept in it. A sample's key is the SHA-256 of its tensors under that recipe. qie-train reads the shards as
-any; qie-precompute never takes one of them for a row of its own. The prompts' texts are lost but with --dataset; masks
-were never cached.
+--model is kept in it. A sample's key is the SHA-256 of its tensors under that recipe. qie-train takes the shards with
+--accept-recipe; qie-precompute never takes one of them for a row of its own. The prompts' texts are lost but with
+--dataset; masks were never cached.
 
 The first releases cached no null prompt. Such rows are imported without one: qie-train takes them with
 data.caption_dropout_rate: 0, and refuses them otherwise.

@@ -339,7 +339,8 @@ def test_an_imported_cache_trains(tool, tiny_edit: Path, photos: Path, encoder, 
         "validation": {"rows": 0},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    words = [tmp_path / "new", "--config", tmp_path / "config.yaml", "--set", f"train.output_dir={tmp_path / 'run'}"]
+    words = [tmp_path / "new", "--accept-recipe", "--config", tmp_path / "config.yaml"]
+    words += ["--set", f"train.output_dir={tmp_path / 'run'}"]
     result = CliRunner().invoke(train.main, [str(word) for word in words])
     assert result.exit_code == 0, result.output
     assert len(losses(tmp_path / "run")) == 2
@@ -386,7 +387,7 @@ def test_a_cache_without_null_prompts_trains_where_no_caption_is_dropped(
         "validation": {"rows": 0},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    words = [str(tmp_path / "new"), "--config", str(tmp_path / "config.yaml")]
+    words = [str(tmp_path / "new"), "--accept-recipe", "--config", str(tmp_path / "config.yaml")]
     with monkeypatch.context() as patch:
         patch.setattr(trainee, "load_transformer", lambda *_: pytest.fail("weights were read"))
         refused = CliRunner().invoke(train.main, [*words, "--set", "data.caption_dropout_rate=0.1"])
