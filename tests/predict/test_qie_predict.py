@@ -278,8 +278,8 @@ def test_a_line_that_cannot_be_embedded_is_named_before_the_transformer_is_loade
 def test_an_interrupted_run_leaves_no_half_file_and_the_former_one(paint, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "out.png").write_bytes(b"former")
 
-    def interrupt(image, path, **_):
-        path.write_bytes(b"half")
+    def interrupt(image, file, **_):
+        file.write(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Image.Image, "save", interrupt)

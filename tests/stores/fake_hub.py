@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class FakeHub:
@@ -94,6 +94,11 @@ class _Handler(BaseHTTPRequestHandler):
             folder = tail.partition("/")[2]
             tree = hub.tree(f"{folder}/" if folder else "")
             self._answer(404, b"{}", {"X-Error-Code": "EntryNotFound"}) if tree is None else self._json(tree)
+        elif what == "paths-info":  # asked instead of the tree when another thread has just dropped what is known of it
+            asked = {path.strip("/") for path in parse_qs(body.decode())["paths"]}
+            folders = {f"{path.rpartition('/')[0]}/".lstrip("/") for path in asked}
+            entries = [entry for folder in sorted(folders) for entry in hub.tree(folder) or []]
+            self._json([entry for entry in entries if entry["path"] in asked])
         elif what == "preupload":
             paths = [file["path"] for file in json.loads(body)["files"]]
             self._json({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]})
