@@ -150,9 +150,7 @@ class Recipe:
     def explain(self, other: Recipe) -> list[str]:
         """One line for every field in which `other` differs; empty when the recipes are equal."""
         pairs = [(field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
-        return [
-            f"{name}: {_short(mine)} here, {_short(theirs)} there" for name, mine, theirs in pairs if mine != theirs
-        ]
+        return [f"{name}: {brief(mine)} here, {brief(theirs)} there" for name, mine, theirs in pairs if mine != theirs]
 
     def require_equal(self, other: Recipe, where: object, hint: str) -> None:
         """Raise RecipeMismatchError, naming the differing fields, unless `other` is this recipe."""
@@ -217,6 +215,7 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _short(value: object) -> str:
+def brief(value: object) -> str:
+    """A recipe's value for a message; of a hash, its beginning."""
     text = str(value)
     return text[:12] + "…" if len(text) == 64 else text

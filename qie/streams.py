@@ -27,7 +27,7 @@ from qie.opening import encoder_options, open_encoder, open_rows, versions
 from qie.paths import local_path
 from qie.pretrained import Checkpoint, content_files
 from qie.quantities import human_bytes
-from qie.recipe import Recipe
+from qie.recipe import Recipe, brief
 from qie.shards.cache import ShardCache
 from qie.shards.index import parse_stem
 from qie.shards.parts import open_parts
@@ -175,6 +175,11 @@ class _Opening:
     def where(self) -> str:
         return ", ".join(self.choice.places)
 
+    @property
+    def _kept_in(self) -> ShardCache | None:
+        cache = self.config.cache
+        return None if cache.local_dir is None else ShardCache(local_path(cache.local_dir), cache.local_bytes)
+
     def live(self) -> Stream:
         source, encoder = open_rows(self.config, NEEDED), open_encoder(self.config)
         known = self._looked_at(source, encoder, None)
@@ -246,8 +251,7 @@ class _Opening:
 
     def _stored(self, indexes: Sequence[File], lost: list[tuple[File, ShardError]] | None) -> ShardSet | None:
         """The shards; with `lost`, to which the damaged ones are added, those that can be read, or None."""
-        cache = self.config.cache
-        kept_in = None if cache.local_dir is None else ShardCache(local_path(cache.local_dir), cache.local_bytes)
+        cache, kept_in = self.config.cache, self._kept_in
         if lost is None:
             return ShardSet(open_parts(indexes, kept_in), cache.verify)
         parts = list(open_parts(indexes, kept_in, lambda index, error: lost.append((index, error))))
@@ -334,8 +338,8 @@ class _Opening:
         """
         expected = self._expected()
         differing = tuple(
-            f"{name} ({KEYS.get(name, 'model.pretrained_model_name_or_path')}): {_short(value)} by the configuration, "
-            f"{_short(getattr(found, name))} in the shards"
+            f"{name} ({KEYS.get(name, 'model.pretrained_model_name_or_path')}): {brief(value)} by the configuration, "
+            f"{brief(getattr(found, name))} in the shards"
             for name, value in expected.items()
             if getattr(found, name) != value
         )
@@ -378,10 +382,9 @@ class _Opening:
 
     def _growing(self) -> dict[str, Any]:
         cache = self.config.cache
-        kept_in = None if cache.local_dir is None else ShardCache(local_path(cache.local_dir), cache.local_bytes)
         return {
             "verify": cache.verify,
-            "cache": kept_in,
+            "cache": self._kept_in,
             "timeout_s": cache.follow_timeout_s,
             "say": self.telling.waiting,
         }
@@ -523,8 +526,3 @@ def memory(config: Config, gpu: torch.device) -> Keep | None:
     if keep.latents == keep.embeds == "none":
         return None
     return Keep(devices[keep.latents], devices[keep.embeds], keep.budget_bytes)
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text[:12] + "…" if len(text) == 64 else text
