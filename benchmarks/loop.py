@@ -33,7 +33,7 @@ from samples import exhaust, write_shards
 
 from qie.config import Config
 from qie.data import open_stream
-from qie.pretrained import Checkpoint
+from qie.pretrained import PretrainedModel
 from qie.recipe import FAMILIES
 from qie.training.journal import Journal, Listener
 from qie.training.objective import drop_captions
@@ -172,7 +172,7 @@ def opened(folder: Path) -> Iterator[Run]:
     )
     with mock.patch("qie.training.trainee.load_transformer", lambda *arguments, **named: Asleep()):
         stream = open_stream([folder / "shards"])
-        yield Run(config, Checkpoint(folder / "model", FAMILIES["edit"]), stream, Accelerator(cpu=True), None)
+        yield Run(config, PretrainedModel(folder / "model", FAMILIES["edit"]), stream, Accelerator(cpu=True), None)
 
 
 def timed_bare(run: Run, steps: int) -> float:

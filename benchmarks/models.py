@@ -29,7 +29,7 @@ from qie.data import open_stream
 from qie.data.sources import open_source
 from qie.encode import Encoder, EncoderOptions
 from qie.precompute import Settings, precompute
-from qie.pretrained import open_checkpoint, read_json
+from qie.pretrained import open_pretrained, read_json
 from qie.stores import open_folder
 from qie.training.flops import Architecture, Flops, step_flops
 
@@ -106,8 +106,8 @@ class Bench:
 
     def encoder(self) -> Encoder:
         options = EncoderOptions(areas_px=(self.size.side_px**2,))
-        checkpoint = open_checkpoint(str(self.model))
-        return Encoder.open(checkpoint, vae_device=self.device, text_device=self.device, options=options)
+        pretrained = open_pretrained(str(self.model))
+        return Encoder.open(pretrained, vae_device=self.device, text_device=self.device, options=options)
 
     def flops(self, checkpointing: bool) -> Flops:
         """Of a step, as `qie.training.metrics` counts them."""

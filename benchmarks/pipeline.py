@@ -38,7 +38,7 @@ from qie.data.sources import open_source
 from qie.encode import Encoder, EncoderOptions
 from qie.encode.vae import still_encoder
 from qie.precompute import Report, precompute
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.recipe import Recipe
 from qie.stages import Pipeline, Stage, quick_turns
 from qie.types import Row as DataRow
@@ -113,7 +113,7 @@ def real_stages(folder: Path, count: int) -> tuple[list[Stage], Callable[[], lis
         subprocess.run([sys.executable, ROOT / "tools" / tool, folder / place, *more], check=True, capture_output=True)
     cpu = torch.device("cpu")
     options = EncoderOptions(areas_px=(IMAGE_PX,))
-    encoder = Encoder.open(open_checkpoint(str(folder / "model")), vae_device=cpu, text_device=cpu, options=options)
+    encoder = Encoder.open(open_pretrained(str(folder / "model")), vae_device=cpu, text_device=cpu, options=options)
     photos = open_source(folder / "photos")
     numbers = itertools.count()
 

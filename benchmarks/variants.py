@@ -16,7 +16,7 @@ from plain import plain_loop
 from qie.config import Config
 from qie.data import open_stream
 from qie.errors import QieError
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.training.run import Run
 
 
@@ -145,7 +145,7 @@ def qie_loop(variant: Variant, bench: Bench) -> Iterator[Callable[[], float | No
     )
     encoder = bench.encoder() if variant.live else None
     stream = open_stream(bench.folder / "rows", encoder=encoder) if encoder else open_stream([bench.folder / "shards"])
-    run = Run(config, open_checkpoint(str(bench.model)), stream, bench.accelerator(), None)
+    run = Run(config, open_pretrained(str(bench.model)), stream, bench.accelerator(), None)
     try:
         yield lambda: run.take_step().mfu
     finally:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 _EXPORTS = {
     "Batch": "qie.types",
-    "Checkpoint": "qie.pretrained",
     "Config": "qie.config",
     "Encoder": "qie.encode",
     "EncoderOptions": "qie.encode",
-    "Painter": "qie.predict",
+    "Predictor": "qie.inference",
+    "PretrainedModel": "qie.pretrained",
     "QieError": "qie.errors",
     "Recipe": "qie.recipe",
     "Row": "qie.types",
@@ -20,9 +21,9 @@ _EXPORTS = {
     "Stream": "qie.data.stream",
     "load_config": "qie.config",
     "open_accelerator": "qie.opening",
-    "open_checkpoint": "qie.pretrained",
     "open_encoder": "qie.opening",
-    "open_painter": "qie.opening",
+    "open_predictor": "qie.opening",
+    "open_pretrained": "qie.pretrained",
     "open_rows": "qie.opening",
     "open_source": "qie.data.sources",
     "open_stream": "qie.data",
@@ -30,11 +31,22 @@ _EXPORTS = {
     "train": "qie.training.loop",
 }
 
+_RENAMED = {
+    "Checkpoint": "PretrainedModel",
+    "Painter": "Predictor",
+    "open_checkpoint": "open_pretrained",
+    "open_painter": "open_predictor",
+}
+"""Public names of version 0.1, which still work and warn."""
+
 __all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
     # On first use, so that `import qie` and every --help do without torch.
+    if name in _RENAMED:
+        warnings.warn(f"qie.{name} is now qie.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in _EXPORTS:
         raise AttributeError(f"module 'qie' has no attribute {name!r}")
     return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -4,7 +4,7 @@
     ├── UsageError                exit code 2: the command line, or a path on it, is wrong
     │   ├── ConfigError           the configuration file or a --set
     │   ├── SourceError           the rows cannot be opened at all
-    │   └── ModelError            a checkpoint lacks a component, or is of another kind
+    │   └── ModelError            a model lacks a component, or is of another kind
     ├── RowError                  one row cannot be encoded; a run skips and counts it
     └── ShardError                a shard or an index is missing, damaged or foreign
         └── RecipeMismatchError   shards of another recipe (exit code 2: nothing was damaged, the wrong ones were named)
@@ -87,7 +87,7 @@ class SourceError(UsageError):
 
 
 class ModelError(UsageError):
-    """A checkpoint cannot be used: a missing component, a wrong class, a family that does not fit."""
+    """A pretrained model cannot be used: a missing component, a wrong class, a family that does not fit."""
 
 
 class RowError(QieError):

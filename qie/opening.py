@@ -13,30 +13,30 @@ import torch
 
 from qie.config import AdapterConfig, Config, required
 from qie.data.sources import Source, SourceSpec, open_source
-from qie.data.variants import Versions
+from qie.data.variants import Variants
 from qie.devices import resolve_device, resolve_dtype
-from qie.pretrained import ENCODERS, Checkpoint, open_checkpoint
+from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from qie.encode import Encoder, EncoderOptions
-    from qie.predict import Painter
+    from qie.inference import Predictor
 
 
 def open_encoder(config: Config) -> Encoder:
     """The encoder of a configuration; its weights are hashed now and loaded on first use.
 
     Raises:
-        ModelError: the checkpoint lacks an encoder, or is of another kind.
+        ModelError: the model lacks an encoder, or is of another kind.
         ConfigError: a device is not there.
     """
     from qie.encode import Encoder
 
     vae_device = resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device")
     text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
-    checkpoint = open_checkpoint(config.model.pretrained_model_name_or_path, config.model.family)
-    return Encoder.open(checkpoint, vae_device=vae_device, text_device=text_device, options=encoder_options(config))
+    pretrained = open_pretrained(config.model.pretrained_model_name_or_path, config.model.family)
+    return Encoder.open(pretrained, vae_device=vae_device, text_device=text_device, options=encoder_options(config))
 
 
 def encoder_options(config: Config) -> EncoderOptions:
@@ -52,7 +52,7 @@ def encoder_options(config: Config) -> EncoderOptions:
         multiple_px=data.multiple_px,
         background=data.background,
         compute_dtype=cache.compute_dtype,
-        continued=cache.share_prefix,
+        share_prefix=cache.share_prefix,
         batch_size=cache.encode_batch_size,
         compiled=cache.compile,
         thumbnail_px=cache.thumbnail_px,
@@ -73,9 +73,9 @@ def open_rows(config: Config, expected: str = "rows") -> Source:
     return open_source(required(source, "data.source", expected))
 
 
-def versions(config: Config) -> Versions:
-    """Which versions of rows are stored."""
-    return Versions(config.cache.variants, config.data.augment.flip, config.data.augment.crop)
+def variants(config: Config) -> Variants:
+    """Which variants of rows are stored."""
+    return Variants(config.cache.variants, config.data.augment.flip, config.data.augment.crop)
 
 
 def open_accelerator(config: Config) -> Accelerator:
@@ -85,7 +85,7 @@ def open_accelerator(config: Config) -> Accelerator:
     return accelerator_of(config)
 
 
-def open_painter(config: Config, lora: str | Path | None = None, transformer: str | Path | None = None) -> Painter:
+def open_predictor(config: Config, lora: str | Path | None = None, transformer: str | Path | None = None) -> Predictor:
     """The painter of a configuration, on the devices of its section predict, its base as model.quantize has it.
 
     Args:
@@ -97,7 +97,7 @@ def open_painter(config: Config, lora: str | Path | None = None, transformer: st
         UsageError: an adapter or the transformer does not fit the base model.
         ModelError, ConfigError: see `open_encoder`.
     """
-    from qie.predict import Painter
+    from qie.inference import Predictor
     from qie.training.fitting import check_adapters, open_transformer
 
     devices, model = config.predict.devices, config.model
@@ -105,15 +105,15 @@ def open_painter(config: Config, lora: str | Path | None = None, transformer: st
     text_device = resolve_device(devices.text_encoder, "predict.devices.text_encoder")
     transformer_device = resolve_device(devices.transformer, "predict.devices.transformer")
     adapters = [*model.adapters, *([AdapterConfig(path=str(lora))] if lora else [])]
-    checkpoint = open_checkpoint(
+    pretrained = open_pretrained(
         model.pretrained_model_name_or_path, model.family, (*ENCODERS, "transformer", "scheduler")
     )
-    trained = open_transformer(Path(transformer), checkpoint) if transformer else None
+    trained = open_transformer(Path(transformer), pretrained) if transformer else None
     if adapters:
-        check_adapters(trained or checkpoint, adapters, "the adapter, or model.adapters")
-    return Painter(
-        checkpoint,
-        painting_encoder(config, checkpoint, vae_device, text_device),
+        check_adapters(trained or pretrained, adapters, "the adapter, or model.adapters")
+    return Predictor(
+        pretrained,
+        inference_encoder(config, pretrained, vae_device, text_device),
         vae_device=vae_device,
         transformer_device=transformer_device,
         dtype=getattr(torch, resolve_dtype(config.cache.compute_dtype, transformer_device)),
@@ -123,10 +123,10 @@ def open_painter(config: Config, lora: str | Path | None = None, transformer: st
     )
 
 
-def painting_encoder(
-    config: Config, checkpoint: Checkpoint, vae_device: torch.device, text_device: torch.device
+def inference_encoder(
+    config: Config, pretrained: PretrainedModel, vae_device: torch.device, text_device: torch.device
 ) -> Encoder:
     """An encoder under the configuration's recipe, on other devices than those of section cache."""
     from qie.encode import Encoder
 
-    return Encoder.open(checkpoint, vae_device=vae_device, text_device=text_device, options=encoder_options(config))
+    return Encoder.open(pretrained, vae_device=vae_device, text_device=text_device, options=encoder_options(config))

@@ -1,6 +1,6 @@
-"""A checkpoint in the diffusers layout: where it lies, which family it is, what its components contain.
+"""A pretrained model in the diffusers layout: where it lies, which family it is, what its components contain.
 
-Nothing here imports torch: a recipe can be known, and a wrong checkpoint refused, before anything heavy is loaded.
+Nothing here imports torch: a recipe can be known, and a wrong model refused, before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOT_CONTENT = {"_name_or_path", "_diffusers_version", "transformers_version"}
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class PretrainedModel:
     """A local folder that holds a Qwen-Image-Edit model, and its family."""
 
     folder: Path
@@ -63,7 +63,7 @@ class Checkpoint:
         config = next((path for path in configs if path.is_file()), None)
         if config is None:
             raise ModelError(
-                f"the checkpoint has no usable {name}",
+                f"the model has no usable {name}",
                 where=folder,
                 expected=" or ".join(path.name for path in configs),
                 found=_listing(folder),
@@ -101,8 +101,8 @@ def loading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def open_checkpoint(name_or_path: str, family: str = "auto", components: tuple[str, ...] = ENCODERS) -> Checkpoint:
-    """The checkpoint in a folder, or on the Hugging Face hub, with `components` checked and present.
+def open_pretrained(name_or_path: str, family: str = "auto", components: tuple[str, ...] = ENCODERS) -> PretrainedModel:
+    """The pretrained model in a folder, or on the Hugging Face Hub, with `components` checked and present.
 
     Raises:
         ModelError: there is none, a component is missing or foreign, or `family` does not fit it.
@@ -113,16 +113,16 @@ def open_checkpoint(name_or_path: str, family: str = "auto", components: tuple[s
     index = folder / "model_index.json"
     if not index.is_file():
         raise ModelError(
-            "the folder holds no diffusers checkpoint",
+            "the folder holds no diffusers model",
             where=folder,
             expected="model_index.json",
             found=_listing(folder),
             hint="model.pretrained_model_name_or_path is the folder that holds vae/, text_encoder/ and transformer/",
         )
-    checkpoint = Checkpoint(folder, _family(read_json(index).get("_class_name"), family, index))
+    pretrained = PretrainedModel(folder, _family(read_json(index).get("_class_name"), family, index))
     for component in components:
-        checkpoint.component(component)
-    return checkpoint
+        pretrained.component(component)
+    return pretrained
 
 
 def content_files(folder: Path) -> list[Path]:
@@ -142,9 +142,9 @@ def content_hash(folder: Path) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def processor_hash(checkpoint: Checkpoint) -> str:
+def processor_hash(pretrained: PretrainedModel) -> str:
     """SHA-256 of what the image processor is built from, whichever of its two layouts holds it."""
-    folder = checkpoint.component("processor")
+    folder = pretrained.component("processor")
     newer = folder / "processor_config.json"
     if newer.is_file() and "image_processor" in (config := read_json(newer)):
         return json_hash(config["image_processor"])
@@ -152,13 +152,13 @@ def processor_hash(checkpoint: Checkpoint) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint. Raises ModelError when the file holds none."""
+    """A JSON object from a pretrained model. Raises ModelError when the file holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError("a file of the checkpoint cannot be read", where=path, found=error) from error
+        raise ModelError("a file of the model cannot be read", where=path, found=error) from error
     if not isinstance(value, dict):
-        raise ModelError("a file of the checkpoint is no JSON object", where=path, found=type(value).__name__)
+        raise ModelError("a file of the model is no JSON object", where=path, found=type(value).__name__)
     return value
 
 
@@ -166,14 +166,14 @@ def _family(pipeline: str | None, wanted: str, index: Path) -> Family:
     found = next((family for family in FAMILIES.values() if family.pipeline == pipeline), None)
     if found is None:
         raise ModelError(
-            "the checkpoint is of no family that qie knows",
+            "the model is of no family that qie knows",
             where=index,
             expected=" or ".join(family.pipeline for family in FAMILIES.values()),
             found=pipeline,
         )
     if wanted not in ("auto", found.name):
         raise ModelError(
-            "model.family does not fit the checkpoint",
+            "model.family does not fit the model",
             where=index,
             expected=wanted,
             found=f"{found.name} ({pipeline})",

@@ -25,6 +25,9 @@ NULL_PROMPT = " "
 LATER = ("thumbnail_px",)
 """Fields that recipes did not have at first; see `Recipe.to_dict`."""
 
+STORED_AS = {"share_prefix": "continued"}
+"""Fields that format version 1 stores, and hashes, under another name than the configuration's."""
+
 _SYSTEM = (
     "<|im_start|>system\n"
     "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "
@@ -96,7 +99,7 @@ class Recipe:
         vae_dtype, text_dtype: precision of the computation, such as "bfloat16".
         template: hash of the text around images and prompt, and of the null prompt.
         resampling: hash of what the image library makes of a test picture: its releases resize differently.
-        continued, batch_size, compiled: ways of computing that change last bits; see the configuration's `cache`.
+        share_prefix, batch_size, compiled: ways of computing that change last bits; see the configuration's `cache`.
         background: colour that transparent images are laid on.
         storage_dtype: precision of what is stored.
         thumbnail_px: longest side of the picture of the target that is stored with a sample; None for no picture.
@@ -117,7 +120,7 @@ class Recipe:
     buckets_px: tuple[tuple[int, int], ...] = ()
     multiple_px: int = 32
     background: str = "#ffffff"
-    continued: bool = False
+    share_prefix: bool = False
     batch_size: int = 1
     compiled: bool = False
     storage_dtype: str = "float16"
@@ -183,11 +186,12 @@ class Recipe:
         A field of `LATER` that is None is left out: a recipe that says nothing new keeps its digest, and its samples
         their keys, of before there was such a field.
         """
-        return {name: value for name, value in asdict(self).items() if value is not None or name not in LATER}
+        found = {name: value for name, value in asdict(self).items() if value is not None or name not in LATER}
+        return {STORED_AS.get(name, name): value for name, value in found.items()}
 
 
 def normal_prompt(prompt: str) -> str:
-    """The prompt as it is hashed and encoded, for training and for painting.
+    """The prompt as it is hashed and encoded, for training and for inference.
 
     Unicode NFC, without the blanks and line ends around it, so that equal text is equal bytes. The released pipelines
     encode those blanks; a file or a cell of a table has them by accident.

@@ -23,9 +23,9 @@ from qie.data.sources import Source, SourceSpec
 from qie.data.stream import Stream
 from qie.errors import QieError, RecipeMismatchError, RowError, ShardError, SourceError, UsageError
 from qie.hashing import bytes_to_hash
-from qie.opening import encoder_options, open_encoder, open_rows, versions
+from qie.opening import encoder_options, open_encoder, open_rows, variants
 from qie.paths import local_path
-from qie.pretrained import Checkpoint, content_files
+from qie.pretrained import PretrainedModel, content_files
 from qie.quantities import human_bytes
 from qie.recipe import Recipe, brief
 from qie.shards.cache import ShardCache
@@ -58,7 +58,7 @@ KEYS = {
     "background": "data.background",
     "vae_dtype": "cache.compute_dtype",
     "text_dtype": "cache.compute_dtype",
-    "continued": "cache.share_prefix",
+    "share_prefix": "cache.share_prefix",
     "batch_size": "cache.encode_batch_size",
     "compiled": "cache.compile",
     "thumbnail_px": "cache.thumbnail_px",
@@ -129,7 +129,7 @@ def choose(config: Config, shards: Sequence[str] = (), *, follow: bool = False) 
 
 def open_training_stream(
     config: Config,
-    checkpoint: Checkpoint,
+    pretrained: PretrainedModel,
     accelerator: Accelerator,
     *shards: str,
     follow: bool = False,
@@ -142,7 +142,7 @@ def open_training_stream(
     are those of shards that hold all of them, bit for bit.
 
     Args:
-        checkpoint: the model that is trained.
+        pretrained: the model that is trained.
         accelerator: says which part of each batch is this process's.
         shards: folders, globs or brace patterns; none for what the configuration says.
         follow: the shards are still being written.
@@ -156,7 +156,7 @@ def open_training_stream(
     choice = choose(config, shards, follow=follow)
     told = telling or Telling()
     telling = told if accelerator.is_main_process else Telling(say=_nothing)
-    opening = _Opening(config, checkpoint, accelerator, choice, telling, told.say)
+    opening = _Opening(config, pretrained, accelerator, choice, telling, told.say)
     return getattr(opening, choice.kind)()  # type: ignore[no-any-return]
 
 
@@ -165,7 +165,7 @@ class _Opening:
     """The four ways to a stream, each named as its kind. `warn` tells, in any process, of what only it finds."""
 
     config: Config
-    checkpoint: Checkpoint
+    pretrained: PretrainedModel
     accelerator: Accelerator
     choice: Choice
     telling: Telling
@@ -184,7 +184,7 @@ class _Opening:
         source, encoder = open_rows(self.config, NEEDED), open_encoder(self.config)
         known = self._looked_at(source, encoder, None)
         self._tell_skipped(known, ())
-        return self._stream(LiveSamples(source, encoder, versions(self.config), known))
+        return self._stream(LiveSamples(source, encoder, variants(self.config), known))
 
     def shards(self) -> Stream:
         source, why = self._source()
@@ -275,7 +275,7 @@ class _Opening:
             return self._stream(stored)
         names = [rows for index in indexes if (rows := parse_stem(index.stem))]
         size = max((stop - start for start, stop in names), default=SHARD_ROWS)
-        samples = LiveSamples(source, encoder, versions(self.config), known, stored, size, self.warn)
+        samples = LiveSamples(source, encoder, variants(self.config), known, stored, size, self.warn)
         self._tell_skipped(known, [(gone.row, gone.variant) for gone in stored.skipped] if stored else ())
         self._tell_mixed(samples, lost)
         return self._stream(samples)
@@ -319,9 +319,9 @@ class _Opening:
 
         share = slice(rank, None, world)
         if world == 1:
-            return look_at_rows(source, encoder, versions(self.config), progress, stored)
+            return look_at_rows(source, encoder, variants(self.config), progress, stored)
         try:
-            mine: RowFacts | QieError = look_at_rows(source, encoder, versions(self.config), progress, stored, share)
+            mine: RowFacts | QieError = look_at_rows(source, encoder, variants(self.config), progress, stored, share)
         except QieError as error:  # the others wait for this process: all raise it
             mine = error
         shares: list[RowFacts | QieError] = gather_object([mine])
@@ -368,14 +368,14 @@ class _Opening:
         if not first:
             self.accelerator.wait_for_everyone()
         try:
-            folders = [self.checkpoint.folder / name for name in HASHED if self.checkpoint.holds(name)]
+            folders = [self.pretrained.folder / name for name in HASHED if self.pretrained.holds(name)]
             size = bytes_to_hash([file for folder in folders for file in content_files(folder)])
             if first and size > TOLD_BYTES:
                 self.telling.say(
-                    f"comparing the encoders in {self.checkpoint.folder} with the shards': {human_bytes(size)} are "
+                    f"comparing the encoders in {self.pretrained.folder} with the shards': {human_bytes(size)} are "
                     "hashed once and remembered"
                 )
-            return known_fields(self.checkpoint, encoder_options(self.config))
+            return known_fields(self.pretrained, encoder_options(self.config))
         finally:
             if first:
                 self.accelerator.wait_for_everyone()
@@ -480,7 +480,7 @@ class _Writer:
     def _write(self) -> None:
         from qie.precompute import Settings, precompute
 
-        chosen = Settings(versions=versions(self.config))
+        chosen = Settings(variants=variants(self.config))
         try:
             precompute(
                 self.source,

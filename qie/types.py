@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Augment:
-    """One version of a row's pictures: target, controls and mask alike.
+    """One variant of a row's pictures: target, controls and mask alike.
 
     Attributes:
         flip: mirrored, left to right.
@@ -47,7 +47,7 @@ class Row:
         mask: image whose bright parts weigh as foreground in the loss.
         more_prompts: further captions of the same edit; see `qie.data.variants`.
         source: name of the row's source in a mixture; not part of its identity.
-        variant: which of the row's versions this is, from 0; not part of its identity.
+        variant: which of the row's variants this is, from 0; not part of its identity.
         augment: what is done to the pictures before they are encoded.
     """
 

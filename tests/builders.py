@@ -115,14 +115,14 @@ def plant_shard(folder: Path, samples: Iterable[Sample | None], *, start: int = 
         shutil.copytree(aside, folder, dirs_exist_ok=True)
 
 
-def write_versions(
+def write_variants(
     folder: Folder | str | Path, rows: Iterable[Iterable[Sample | None]], *, start: int = 0, source: str = ""
 ) -> ShardIndex:
-    """Publish a shard of consecutive rows from `start`, each given as its versions; None is one that is skipped."""
-    rows = [list(versions) for versions in rows]
+    """Publish a shard of consecutive rows from `start`, each given as its variants; None is one that is skipped."""
+    rows = [list(variants) for variants in rows]
     with ShardWriter(folder, start, start + len(rows), RECIPE) as shard:
-        for row, versions in enumerate(rows, start):
-            for variant, sample in enumerate(versions):
+        for row, variants in enumerate(rows, start):
+            for variant, sample in enumerate(variants):
                 if sample is None:
                     shard.skip(replace(make_skipped(row), variant=variant, source=source))
                 else:

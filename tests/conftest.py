@@ -61,11 +61,11 @@ def _encoder(folder: Path, text_area_px: int | None = None):
     import torch
 
     from qie.encode import Encoder, EncoderOptions
-    from qie.pretrained import open_checkpoint
+    from qie.pretrained import open_pretrained
 
     cpu = torch.device("cpu")
     options = EncoderOptions(areas_px=(AREA_PX,), text_area_px=text_area_px)
-    return Encoder.open(open_checkpoint(str(folder)), vae_device=cpu, text_device=cpu, options=options)
+    return Encoder.open(open_pretrained(str(folder)), vae_device=cpu, text_device=cpu, options=options)
 
 
 @pytest.fixture(autouse=True)

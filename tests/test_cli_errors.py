@@ -169,7 +169,7 @@ def test_a_config_with_many_faults_is_refused_in_few_lines(
     assert "and 100 more faults" in refused(command, *arguments, "--config", "bad.yaml")
 
 
-# Checkpoint
+# PretrainedModel
 
 
 def broken(work: Path, fault: str) -> str:

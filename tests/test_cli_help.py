@@ -81,3 +81,11 @@ def test_a_public_name_is_the_same_object_whenever_it_is_asked_for(public_names:
 def test_an_unknown_name_is_refused_by_its_name() -> None:
     done = python("import qie\nqie.precompile")
     assert "module 'qie' has no attribute 'precompile'" in done.stderr
+
+
+def test_public_names_of_version_0_1_give_what_took_their_place_and_warn() -> None:
+    import qie
+    from qie.pretrained import PretrainedModel
+
+    with pytest.warns(DeprecationWarning, match=r"qie\.Checkpoint is now qie\.PretrainedModel"):
+        assert qie.Checkpoint is PretrainedModel

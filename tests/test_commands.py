@@ -181,7 +181,7 @@ try:
     main()
 except SystemExit as exit:
     assert not exit.code, exit.code
-loaded = {"qie.encode.encoder", "qie.encode.text", "qie.encode.vae", "qie.predict"} & set(sys.modules)
+loaded = {"qie.encode.encoder", "qie.encode.text", "qie.encode.vae", "qie.inference"} & set(sys.modules)
 assert not loaded, loaded
 """
 

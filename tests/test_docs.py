@@ -234,7 +234,7 @@ def test_every_public_name_is_in_the_reference_and_in_the_right_place() -> None:
 
 def test_every_public_name_and_old_name_is_shown_in_a_page_of_prose() -> None:
     prose = "\n".join(text_of(page) for page in PAGES if page.name not in ("reference.md", "CHANGELOG.md"))
-    told = {"QieError", "Row", "load_config", "open_stream", "open_rows", "open_encoder", "open_painter", "train"}
+    told = {"QieError", "Row", "load_config", "open_stream", "open_rows", "open_encoder", "open_predictor", "train"}
     assert [name for name in sorted(told) if f"qie.{name}" not in prose] == []
     assert [name for name in qie.legacy.__all__ if name not in prose] == []
 

@@ -27,7 +27,7 @@ from qie.encode.vae import VaeEncoder
 from qie.errors import ModelError, RowError
 from qie.hashing import file_hashes
 from qie.precompute import precompute
-from qie.pretrained import content_hash, open_checkpoint
+from qie.pretrained import content_hash, open_pretrained
 from qie.shards.record import encode, tensor_bytes
 from qie.types import Row, Sample
 
@@ -40,7 +40,7 @@ def photo(photos: Path, number: int = 0) -> Image.Image:
 
 
 def with_recipe(encoder: Encoder, **fields: object) -> Encoder:
-    return Encoder(encoder.checkpoint, replace(encoder.recipe, **fields), CPU, CPU)
+    return Encoder(encoder.pretrained, replace(encoder.recipe, **fields), CPU, CPU)
 
 
 # The VAE
@@ -96,7 +96,7 @@ def embeds(encoder: PromptEncoder, rows: list[tuple[list[Image.Image], str]]):
 def test_a_continued_prompt_is_the_whole_pass_to_rounding(encoder_plus: Encoder, photos: Path) -> None:
     rows = [([photo(photos, 0), photo(photos, 5)], "make it night, please")]
     (whole,) = embeds(encoder_plus.text, rows)
-    (continued,) = embeds(PromptEncoder(encoder_plus.checkpoint, CPU, torch.float32, continued=True), rows)
+    (continued,) = embeds(PromptEncoder(encoder_plus.pretrained, CPU, torch.float32, share_prefix=True), rows)
     assert whole.shared_prefix == continued.shared_prefix
     for name in ("prompt", "empty"):
         one, other = getattr(whole, name), getattr(continued, name)
@@ -174,8 +174,8 @@ def test_neighbours_with_the_same_controls_share_their_computation_and_nothing_c
 def test_with_share_prefix_a_row_does_not_depend_on_its_neighbours_either(encoder: Encoder, photos: Path) -> None:
     row = open_source(photos).read(0)
     variants = [replace(row, prompt=prompt) for prompt in ("make it night", "rain")]
-    alone = [encode(with_recipe(encoder, continued=True).encode(variant), "") for variant in variants]
-    sharing = with_recipe(encoder, continued=True)
+    alone = [encode(with_recipe(encoder, share_prefix=True).encode(variant), "") for variant in variants]
+    sharing = with_recipe(encoder, share_prefix=True)
     assert [encode(sharing.encode(variant), "") for variant in reversed(variants)] == alone[::-1]
 
 
@@ -387,7 +387,7 @@ def test_a_tokenizer_of_another_model_is_refused(tiny_edit: Path, tmp_path: Path
     values["model"]["merges"] = values["model"]["merges"][:50]
     path.write_text(json.dumps(values))
     with pytest.raises(ModelError, match="another length"):
-        PromptEncoder(open_checkpoint(str(tmp_path / "model")), CPU, torch.float32)
+        PromptEncoder(open_pretrained(str(tmp_path / "model")), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("typed", ["cafe\u0301", "  caf\u00e9 ", "caf\u00e9\r\n"])
@@ -406,4 +406,4 @@ def test_a_size_of_nothing_in_a_processor_is_refused_when_it_is_opened(tiny_edit
     path = tmp_path / "model" / "processor" / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": 0}))
     with pytest.raises(ModelError, match="the processor cannot be loaded"):
-        PromptEncoder(open_checkpoint(str(tmp_path / "model")), torch.device("cpu"), torch.float32)
+        PromptEncoder(open_pretrained(str(tmp_path / "model")), torch.device("cpu"), torch.float32)

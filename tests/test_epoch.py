@@ -48,9 +48,9 @@ def of(
 
 
 @st.composite
-def samples(draw: st.DrawFn, versions: int = 1, sources: int = 1) -> Columns:
-    """Up to 40 rows of several versions and sources, with gaps in the numbering of rows and shards."""
-    rows = draw(st.lists(st.tuples(st.integers(1, versions), st.integers(0, sources - 1)), min_size=1, max_size=40))
+def samples(draw: st.DrawFn, variants: int = 1, sources: int = 1) -> Columns:
+    """Up to 40 rows of several variants and sources, with gaps in the numbering of rows and shards."""
+    rows = draw(st.lists(st.tuples(st.integers(1, variants), st.integers(0, sources - 1)), min_size=1, max_size=40))
     each = [(7 * number, source) for number, (count, source) in enumerate(rows) for _ in range(count)]
     many = {"min_size": len(each), "max_size": len(each)}
     return of(
@@ -94,10 +94,10 @@ def by(keys: Sequence[Any]) -> list[int]:
 def plainly_drawn(columns, seed, epoch, source_weights, leave_out, shuffled) -> list[tuple[int, int, int]]:
     """(position, number of the row's draw, number of the row's draws) in the order of rows."""
     kept = [position for position in range(len(columns)) if not leave_out[position]]
-    rows = [list(versions) for _, versions in groupby(kept, key=lambda position: columns.rows[position])]
+    rows = [list(variants) for _, variants in groupby(kept, key=lambda position: columns.rows[position])]
     of_source = defaultdict(list)
-    for number, versions in enumerate(rows):
-        of_source[columns.sources[versions[0]]].append(number)
+    for number, variants in enumerate(rows):
+        of_source[columns.sources[variants[0]]].append(number)
     times: Counter[int] = Counter()
     for part, (source, mine) in enumerate(of_source.items()):
         weight = Fraction(source_weights[source]).limit_denominator(10**6) if source_weights else Fraction(1)
@@ -183,7 +183,7 @@ def plainly(
 
 
 @settings(deterministic, max_examples=300)
-@given(samples(versions=3, sources=3), st.data())
+@given(samples(variants=3, sources=3), st.data())
 def test_a_plan_is_what_lists_and_loops_would_give(columns: Columns, data: st.DataObject) -> None:
     arguments = {
         "seed": data.draw(seeds),
@@ -290,7 +290,7 @@ def test_the_mean_over_processes_of_weighted_losses_is_the_mean_loss_of_the_samp
 
 
 @deterministic
-@given(samples(versions=3, sources=3), seeds, epochs, sizes, orders)
+@given(samples(variants=3, sources=3), seeds, epochs, sizes, orders)
 def test_a_plan_is_a_function_of_its_arguments_alone(columns, seed: int, epoch: int, size: int, order: str) -> None:
     arguments = {"seed": seed, "epoch": epoch, "global_batch_size": size, "order": order}
     state = np.random.get_state()[1].tolist()
@@ -302,7 +302,7 @@ def test_a_plan_is_a_function_of_its_arguments_alone(columns, seed: int, epoch: 
 
 
 @deterministic
-@given(samples(versions=3, sources=3), st.permutations(range(3)), st.permutations(range(5)), seeds, sizes, orders)
+@given(samples(variants=3, sources=3), st.permutations(range(3)), st.permutations(range(5)), seeds, sizes, orders)
 def test_how_shapes_sources_rows_and_shards_are_numbered_changes_nothing(
     columns: Columns, shapes: list[int], sources: list[int], seed: int, size: int, order: str
 ) -> None:
@@ -376,7 +376,7 @@ GOLDEN = {
         [(0, 2), (2, 3), (1, 4), (3, 5), (10, 11)],
     ],
 }
-"""Of each order: a plain epoch, and one with versions, lengths and weights."""
+"""Of each order: a plain epoch, and one with variants, lengths and weights."""
 
 
 def test_the_order_of_a_small_epoch_is_what_it_has_always_been() -> None:
@@ -385,7 +385,7 @@ def test_the_order_of_a_small_epoch_is_what_it_has_always_been() -> None:
     rows, sources = [0, 1, 2, 3, 4, 4, 5, 6, 6, 6, 7, 8], [0] * 6 + [1] * 6
     columns = of(shapes, rows=rows, sources=sources, lengths=[5, 3, 8, 1, 9, 2, 7, 7, 4, 6, 1, 9])
     raise_it = f"the order of an epoch has changed: this breaks resuming, so raise PLAN_VERSION (now {PLAN_VERSION})"
-    assert PLAN_VERSION == 2, "give this test the order of the new version"
+    assert PLAN_VERSION == 2, "give this test the order of the new variant"
     for order, expected in GOLDEN.items():
         settings = {"seed": 7, "order": order, "block_size": 2}
         plain = plan_epoch(of(shapes), epoch=0, global_batch_size=4, **settings)
@@ -489,7 +489,7 @@ def test_two_sources_are_drawn_independently() -> None:
 
 
 @deterministic
-@given(samples(versions=2, sources=2), seeds, epochs, sizes, orders)
+@given(samples(variants=2, sources=2), seeds, epochs, sizes, orders)
 def test_weights_of_1_are_no_weights(columns: Columns, seed: int, epoch: int, size: int, order: str) -> None:
     settings = {"seed": seed, "epoch": epoch, "global_batch_size": size, "order": order}
     assert list(plan_epoch(columns, source_weights=[1, 1.0], **settings)) == list(plan_epoch(columns, **settings))
@@ -519,21 +519,21 @@ def test_rows_that_are_left_out_count_for_no_weight() -> None:
     columns = of([SQUARE] * 24, rows=[n // 2 for n in range(24)])
     out = np.array([n < 8 or n % 2 == 0 for n in range(24)])
     plan = plan_epoch(columns, seed=0, epoch=0, global_batch_size=1, source_weights=[0.5], leave_out=out)
-    assert len(plan) == 4, "half of the 8 rows that have a version left"
+    assert len(plan) == 4, "half of the 8 rows that have a variant left"
     assert not out[plan.positions].any()
 
 
-# Versions
+# Variants
 
 
 @deterministic
-@given(samples(versions=4), seeds, epochs, sizes, orders)
-def test_an_epoch_shows_one_version_of_each_row(columns, seed: int, epoch: int, size: int, order: str) -> None:
+@given(samples(variants=4), seeds, epochs, sizes, orders)
+def test_an_epoch_shows_one_variant_of_each_row(columns, seed: int, epoch: int, size: int, order: str) -> None:
     shown = real(plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, order=order))
     assert sorted(columns.rows[shown].tolist()) == sorted(set(columns.rows.tolist()))
 
 
-def test_versions_are_drawn_evenly_and_each_row_for_itself() -> None:
+def test_variants_are_drawn_evenly_and_each_row_for_itself() -> None:
     columns = of([SQUARE] * 9, rows=[0, 0, 0, 0, 1, 2, 2, 2, 2])
     shown = [frozenset(real(plan_epoch(columns, seed=1, epoch=e, global_batch_size=1))) for e in range(1600)]
     times = Counter(position for epoch in shown for position in epoch)
@@ -541,7 +541,7 @@ def test_versions_are_drawn_evenly_and_each_row_for_itself() -> None:
     assert all(70 < count < 130 for count in Counter(shown).values()) and len(set(shown)) == 16
 
 
-def test_a_row_that_is_drawn_twice_may_show_two_versions() -> None:
+def test_a_row_that_is_drawn_twice_may_show_two_variants() -> None:
     columns = of([SQUARE] * 20, rows=[n // 2 for n in range(20)])
     shown = Counter(real(plan_epoch(columns, seed=0, epoch=0, global_batch_size=1, source_weights=[2])))
     assert {1, 2} == set(shown.values())
@@ -618,7 +618,7 @@ def test_shards_that_are_neighbours_are_not_in_a_window_for_it() -> None:
 
 
 @deterministic
-@given(samples(versions=3), st.data(), sizes, seeds, epochs)
+@given(samples(variants=3), st.data(), sizes, seeds, epochs)
 def test_the_plan_of_the_first_shards_is_how_the_plan_of_all_begins(
     columns: Columns, data: st.DataObject, size: int, seed: int, epoch: int
 ) -> None:
@@ -751,7 +751,7 @@ def hold_out(keys: Sequence[bytes], count: int, rows: Sequence[int] | None = Non
 
 @settings(deterministic, max_examples=200)
 @given(contents, counts, st.data())
-def test_rows_of_the_smallest_first_keys_are_held_out_with_all_versions(keys, count: int, data) -> None:
+def test_rows_of_the_smallest_first_keys_are_held_out_with_all_variants(keys, count: int, data) -> None:
     rows = np.cumsum(data.draw(st.lists(st.sampled_from([0, 1, 1]), min_size=len(keys), max_size=len(keys)))).tolist()
     first = [n for n in range(len(keys)) if n == 0 or rows[n] != rows[n - 1]]
     smallest = sorted({keys[n] for n in first})[:count]

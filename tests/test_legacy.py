@@ -404,7 +404,7 @@ def test_what_is_loaded_is_trained_on_and_painted_with(cached: Path) -> None:
         trainer.load_lora(saved, "default")
     painted = trainer.predict(image, "make it night", num_inference_steps=2)
     assert painted.dtype == np.uint8 and painted.shape[-1] == 3 and not np.array_equal(plain, painted)
-    expected = qie.open_painter(load_config(cached), saved).paint([image], "make it night", steps=2, cfg=4.0)
+    expected = qie.open_predictor(load_config(cached), saved).paint([image], "make it night", steps=2, cfg=4.0)
     assert np.array_equal(painted, np.asarray(expected))
     trainer.set_lora()
     trainer.save_lora(cached.parent / "lora")
@@ -466,7 +466,7 @@ def test_prompts_are_embedded_and_padded(config: Path) -> None:
 def test_latents_are_decoded_as_the_pipeline_does(cached: Path) -> None:
     trainer, shards = QwenImageEditTrainer(cached), qie.ShardSet.open([cached.parent / "shards"])
     one = shards.load(0).pixel_latent.clone()
-    pipeline = qie.open_painter(load_config(cached)).pipeline
+    pipeline = qie.open_predictor(load_config(cached)).pipeline
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1)
         for values in (pipeline.vae.config.latents_mean, pipeline.vae.config.latents_std)
@@ -512,7 +512,7 @@ def test_a_model_is_quantised_in_place(cached: Path) -> None:
     from qie.training.quantize import is_quantized
 
     trainer = QwenImageEditTrainer(cached)
-    transformer = load_transformer(trainer.checkpoint, torch.float32)
+    transformer = load_transformer(trainer.pretrained, torch.float32)
     assert is_quantized(trainer.quantize_model(transformer, "meta"))
     assert {weight.device.type for weight in transformer.parameters()} == {"meta"}, "all of it, not only its blocks"
     trainer.quantize = True
@@ -588,7 +588,7 @@ def test_each_name_without_a_face_answers_with_what_the_migration_page_says(conf
 def test_each_name_with_a_face_is_on_the_migration_page() -> None:
     text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
     left = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
-    own = {"checkpoint", "config", "encoder", "outcome", "stream", "key_of", "get_key"}  # what only qie has
+    own = {"pretrained", "config", "encoder", "outcome", "stream", "key_of", "get_key"}  # what only qie has
     faces = {name for face in (QwenImageEditTrainer, EmbeddingCacheManager) for name in dir(face) if name[0] != "_"}
     names = (faces | {*SETTINGS, *STATE}) - own
     assert sorted(name for name in names if not re.search(rf"\b{name}\b", left)) == []

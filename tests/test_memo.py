@@ -128,7 +128,7 @@ def test_a_thread_does_not_wait_for_what_another_computes() -> None:
 def fresh(encoder: Encoder) -> Encoder:
     """An encoder that remembers nothing, with the weights of another."""
     cpu = torch.device("cpu")
-    other = Encoder(encoder.checkpoint, encoder.recipe, cpu, cpu)
+    other = Encoder(encoder.pretrained, encoder.recipe, cpu, cpu)
     other.__dict__.update(vae=encoder.vae, text=encoder.text)
     return other
 
@@ -175,9 +175,9 @@ def test_a_control_that_comes_again_after_other_rows_is_encoded_once(
     assert [encode(sample, digest) for sample in remembered] == [encode(sample, digest) for sample in alone]
 
 
-def test_versions_of_a_picture_are_not_taken_for_each_other(encoder, rows: tuple[Row, Row]) -> None:
+def test_variants_of_a_picture_are_not_taken_for_each_other(encoder, rows: tuple[Row, Row]) -> None:
     one, _ = rows
-    versions = [
+    variants = [
         one,
         replace(one, augment=Augment(flip=True)),
         replace(one, augment=Augment(box=(0.0, 0.0, 0.5, 0.5))),
@@ -185,10 +185,10 @@ def test_versions_of_a_picture_are_not_taken_for_each_other(encoder, rows: tuple
     ]
     remembering, digest = fresh(encoder), encoder.recipe.digest
     for _ in range(2):
-        for row in versions:
+        for row in variants:
             mine, alone = remembering.encode(row), fresh(encoder).encode(row)
             assert encode(mine, digest) == encode(alone, digest)
-    latents = [remembering.encode(row).pixel_latent for row in versions]
+    latents = [remembering.encode(row).pixel_latent for row in variants]
     for position, latent in enumerate(latents):
         for later in latents[position + 1 :]:
             assert latent.shape != later.shape or not torch.equal(latent, later)

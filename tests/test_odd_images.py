@@ -444,7 +444,7 @@ def assert_refused(encoder: Encoder, row: Row, reason: str) -> None:
 def test_an_image_of_too_many_pixels_is_skipped_and_one_at_the_limit_is_not(encoder: Encoder) -> None:
     at, beyond = saved(np.zeros((10, 10, 3), np.uint8)), saved(np.zeros((10, 11, 3), np.uint8))
     cpu = torch.device("cpu")
-    limited = Encoder(encoder.checkpoint, encoder.recipe, cpu, cpu, max_image_px=100)
+    limited = Encoder(encoder.pretrained, encoder.recipe, cpu, cpu, max_image_px=100)
     for what, row in {
         "the target": row_of(beyond, at),
         "control 1": row_of(at, beyond),

@@ -285,7 +285,7 @@ def test_with_buckets_every_latent_has_the_size_of_its_images_own_bucket(encoder
 
 def test_the_shape_by_buckets_is_that_of_the_encoded_latents(encoder: Encoder) -> None:
     recipe = bucketed(encoder, (96, 64), (64, 64))
-    other = Encoder(encoder.checkpoint, recipe, torch.device("cpu"), torch.device("cpu"))
+    other = Encoder(encoder.pretrained, recipe, torch.device("cpu"), torch.device("cpu"))
     row = row_of(gradient(90, 50), gradient(50, 55))
     sample = other.encode(row)
     assert sample.pixel_latent.shape[-2:] == (8, 12)

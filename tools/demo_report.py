@@ -27,7 +27,7 @@ quiet_imports()
 from qie.config import Config, load_config
 from qie.data import open_stream
 from qie.encode.images import decode_image
-from qie.opening import open_painter, open_rows
+from qie.opening import open_predictor, open_rows
 from qie.quantities import human_bytes
 from qie.recipe import Recipe
 from qie.shards.shard_set import ShardSet
@@ -105,7 +105,7 @@ def draw_pictures(config: Config, shards: Path, adapter: Path, path: Path) -> No
     stream = open_stream(shards, seed=config.train.seed, validation_rows=config.validation.rows)
     assert isinstance(stream.samples, ShardSet)
     held_out = [stream.samples.entries[batch.positions[0]].row for batch in stream.validation_batches()[:ROWS_SHOWN]]
-    painters = [open_painter(config, None), open_painter(config, adapter)]
+    painters = [open_predictor(config, None), open_predictor(config, adapter)]
     figure, grid = pyplot.subplots(len(held_out), 4, figsize=(10, 2.6 * len(held_out)), layout="constrained")
     for line, number in zip(grid, held_out, strict=True):
         row = source.read(number)

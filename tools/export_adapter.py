@@ -24,7 +24,7 @@ import torch
 from qie.cli.common import quiet_libraries
 from qie.errors import QieError
 from qie.paths import local_path
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.training.export import export_adapter, merge_adapter
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -51,7 +51,7 @@ def run(given: argparse.Namespace) -> None:
     checkpoint, output = local_path(given.checkpoint), local_path(given.output)
     dtype = getattr(torch, given.dtype) if given.dtype else None
     if given.merge:
-        model = open_checkpoint(given.model, components=("transformer",))
+        model = open_pretrained(given.model, components=("transformer",))
         merge_adapter(model, checkpoint, output, dtype, 1.0 if given.scale is None else given.scale)
     else:
         export_adapter(checkpoint, output, given.format or "comfyui", dtype)

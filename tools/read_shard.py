@@ -57,19 +57,19 @@ def say(line: str, stream: TextIO | None = None) -> None:
     print("".join(char if char.isprintable() else repr(char)[1:-1] for char in line), file=stream)
 
 
-def version(entry: Json) -> tuple[int, int]:
-    """The number of a row, and of its version."""
+def variant_of(entry: Json) -> tuple[int, int]:
+    """The number of a row, and of its variant."""
     return int(entry["row"]), int(entry.get("variant", 0))
 
 
 def label(entry: Json) -> str:
-    """A row's number; that of its version as well, unless it is the first."""
-    row, variant = version(entry)
+    """A row's number; that of its variant as well, unless it is the first."""
+    row, variant = variant_of(entry)
     return f"{row}.{variant}" if variant else f"{row}"
 
 
 def rows(index: Json) -> list[Json]:
-    return sorted(index["samples"] + index["skipped"], key=version)
+    return sorted(index["samples"] + index["skipped"], key=variant_of)
 
 
 def canonical_hash(value: Json) -> str:
@@ -92,20 +92,20 @@ def check_index(index: Json, stem: str, faults: Faults) -> None:
     faults.expect("index: thumbnail_px of the recipe", type(recipe.get("thumbnail_px", 0)), int)
     faults.expect("index: digest of the recipe", digest, canonical_hash(recipe)[:16])
     for part, fields, later in ("samples", SAMPLE, LATER | INPUTS), ("skipped", SKIPPED, LATER):
-        numbers = [version(entry) for entry in index[part]]
-        faults.expect(f"index: order of rows and versions in {part}", numbers, sorted(numbers))
+        numbers = [variant_of(entry) for entry in index[part]]
+        faults.expect(f"index: order of rows and variants in {part}", numbers, sorted(numbers))
         for entry in index[part]:
             faults.expect(f"index: fields of row {label(entry)}", sorted({*later, *entry}), sorted({*later, *fields}))
             inputs = entry.get("inputs", {})
             faults.expect(f"index: inputs of row {label(entry)}", {type(one) for one in inputs.values()} - {str}, set())
             kinds = [type({**LATER, **entry}[name]) for name in ("row", "variant", "source", "name")]
             faults.expect(f"index: types in row {label(entry)}", kinds, [int, int, str, str])
-    found = [version(entry) for entry in rows(index)]
-    versions = Counter(row for row, _ in found)
-    if len(versions) != stop - start or any(not start <= row < stop for row in versions):
+    found = [variant_of(entry) for entry in rows(index)]
+    variants = Counter(row for row, _ in found)
+    if len(variants) != stop - start or any(not start <= row < stop for row in variants):
         faults.append(f"index: its rows are not each of [{start}, {stop})")
-    elif found != [(row, variant) for row in sorted(versions) for variant in range(versions[row])]:
-        faults.append("index: the versions of its rows are not numbered from 0, each once")
+    elif found != [(row, variant) for row in sorted(variants) for variant in range(variants[row])]:
+        faults.append("index: the variants of its rows are not numbered from 0, each once")
     names = {f"{sample['key']}.safetensors" for sample in index["samples"]}
     faults.expect("index: names of files, by samples", sorted(index["files"]), sorted(names))
     bad = [name for name in names if not re.fullmatch(r"[0-9a-f]{64}\.safetensors", name)]

@@ -21,7 +21,7 @@ SIDE_MULTIPLE, SIDE_MAX = 16, 8192
 
 
 @dataclass(frozen=True)
-class Painting:
+class Request:
     """Images to be painted from the same controls and prompts, each with the seed after the one before.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Line(BaseModel):
         return self
 
 
-def read_batch(file: Path, *, negative_prompt: str, seed: int, count: int) -> list[Painting]:
+def read_batch(file: Path, *, negative_prompt: str, seed: int, count: int) -> list[Request]:
     """The paintings of a JSONL file, whose paths are relative to the folder that it lies in.
 
     Args:
@@ -91,7 +91,7 @@ def read_batch(file: Path, *, negative_prompt: str, seed: int, count: int) -> li
         line = _parsed(text, where)
         images = [line.image] if line.image is not None else line.images or []
         paintings.append(
-            Painting(
+            Request(
                 tuple(str(file.parent / local_path(image)) for image in images),
                 line.prompt,
                 negative_prompt if line.negative_prompt is None else line.negative_prompt,
@@ -113,7 +113,7 @@ def numbered(output: Path, count: int) -> tuple[Path, ...]:
     return tuple(output.with_name(f"{output.stem}-{number:0{digits}}{output.suffix}") for number in range(count))
 
 
-def check_paintings(paintings: Sequence[Painting], background: str) -> None:
+def check_paintings(paintings: Sequence[Request], background: str) -> None:
     """Raise UsageError when one of them cannot be read, written or understood, or would write over another."""
     from qie.cli.assemble import check_output, check_prompts, read_images
     from qie.errors import UsageError

@@ -143,11 +143,11 @@ def _devices(options: dict[str, Any]) -> list[str]:
 
 
 def _settings(config: Config, options: dict[str, Any]) -> Settings:
-    from qie.opening import versions
+    from qie.opening import variants
     from qie.precompute import Settings
 
     names = ("on_error", "retry_skipped", "trust_published", "reuse")
-    return Settings(versions=versions(config), **{name: options[name] for name in names})
+    return Settings(variants=variants(config), **{name: options[name] for name in names})
 
 
 def _precompute(

@@ -11,10 +11,10 @@ import click
 from qie.cli.common import Command, Progress, config_option, echo, explained, quiet_libraries, quiet_option, set_option
 
 if TYPE_CHECKING:
-    from qie.cli.paintings import Painting
+    from qie.cli.paintings import Request
     from qie.config import Config
     from qie.encode.scene import Scene
-    from qie.predict import Painter
+    from qie.inference import Predictor
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -58,7 +58,7 @@ def main(
     """
     from qie.cli.paintings import check_paintings, parse_size, with_loras
     from qie.config import load_config
-    from qie.opening import open_painter
+    from qie.opening import open_predictor
     from qie.paths import local_path
 
     paintings = _asked_for(**asked)
@@ -66,7 +66,7 @@ def main(
     config = with_loras(load_config(config_path, overrides), loras)
     quiet_libraries()
     check_paintings(paintings, config.data.background)
-    painter = open_painter(config, transformer=local_path(transformer) if transformer else None)
+    painter = open_predictor(config, transformer=local_path(transformer) if transformer else None)
     scenes = _embed(painter, paintings, config, cfg, measures, quiet=quiet)
     made_by = {"steps": steps, "cfg": cfg, "model": config.model.pretrained_model_name_or_path}
     made_by |= {"transformer": transformer} if transformer else {}
@@ -85,8 +85,8 @@ def _asked_for(
     negative_prompt: str,
     seed: int,
     num_images: int,
-) -> list[Painting]:
-    from qie.cli.paintings import Painting, numbered, read_batch
+) -> list[Request]:
+    from qie.cli.paintings import Request, numbered, read_batch
     from qie.errors import UsageError
     from qie.paths import local_path
 
@@ -98,12 +98,12 @@ def _asked_for(
     if missing := [name for name, value in options.items() if value is None]:
         raise click.UsageError(f"Missing option {', '.join(missing)}; or give a --batch.")
     assert prompt is not None and output is not None
-    return [Painting(images, prompt, negative_prompt, seed, numbered(local_path(output), num_images))]
+    return [Request(images, prompt, negative_prompt, seed, numbered(local_path(output), num_images))]
 
 
 def _embed(
-    painter: Painter,
-    paintings: Sequence[Painting],
+    painter: Predictor,
+    paintings: Sequence[Request],
     config: Config,
     cfg: float,
     size: tuple[int, int] | None,
@@ -118,7 +118,7 @@ def _embed(
     from qie.encode.scene import check_controls
 
     for painting in paintings:
-        check_controls(painter.checkpoint.family.name, len(painting.images), painting.where)
+        check_controls(painter.pretrained.family.name, len(painting.images), painting.where)
     scenes = []
     with Progress("embedding", len(paintings), "prompts", quiet=quiet or len(paintings) == 1) as progress:
         for painting in paintings:
@@ -132,8 +132,8 @@ def _embed(
 
 
 def _paint(
-    painter: Painter,
-    work: Sequence[tuple[Painting, Scene]],
+    painter: Predictor,
+    work: Sequence[tuple[Request, Scene]],
     config: Config,
     size: tuple[int, int] | None,
     made_by: dict[str, Any],
@@ -144,7 +144,7 @@ def _paint(
 
     from qie.cli.assemble import read_images, save_image
     from qie.cli.paintings import placed
-    from qie.predict import paint_scene
+    from qie.inference import paint_scene
 
     steps, cfg, done = made_by["steps"], made_by["cfg"], 0
     for painting, scene in work:

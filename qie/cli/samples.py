@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from qie.config import Config
     from qie.encode.scene import Scene
-    from qie.pretrained import Checkpoint
+    from qie.pretrained import PretrainedModel
 
     Paint = Callable[[QwenImageTransformer2DModel], list[Image.Image]]
 
@@ -39,26 +39,26 @@ def open_samples(config: Config, device: torch.device) -> Paint | None:
 
     Raises:
         UsageError: an image or a prompt cannot be used; names its configuration key.
-        ModelError: the checkpoint lacks an encoder.
+        ModelError: the model lacks an encoder.
     """
     if not config.validation.samples:
         return None
     import torch
 
-    from qie.predict import load_vae, make_pipeline, paint_scene
-    from qie.pretrained import ENCODERS, open_checkpoint
+    from qie.inference import load_vae, make_pipeline, paint_scene
+    from qie.pretrained import ENCODERS, open_pretrained
 
     model = config.model
-    checkpoint = open_checkpoint(model.pretrained_model_name_or_path, model.family, (*ENCODERS, "scheduler"))
-    scenes = _embed(config, checkpoint, device)
+    pretrained = open_pretrained(model.pretrained_model_name_or_path, model.family, (*ENCODERS, "scheduler"))
+    scenes = _embed(config, pretrained, device)
     dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-    vae = load_vae(checkpoint, dtype)
+    vae = load_vae(pretrained, dtype)
     steps, cfg = config.validation.sample_steps, config.validation.sample_cfg
 
     def paint(transformer: QwenImageTransformer2DModel) -> list[Image.Image]:
         images = []
         with _at_rest(transformer, device, dtype), _visiting(vae, device):
-            pipeline = make_pipeline(checkpoint, vae, transformer)
+            pipeline = make_pipeline(pretrained, vae, transformer)
             for sample, scene in zip(config.validation.samples, scenes, strict=True):
                 image = paint_scene(pipeline, scene, steps=steps, cfg=cfg, seed=sample.seed)
                 image.info["qie"] = json.dumps(sample.model_dump() | {"steps": steps, "cfg": cfg}, ensure_ascii=False)
@@ -83,24 +83,24 @@ def save_samples(images: Sequence[Image.Image], output_dir: Path, step: int) -> 
     return paths
 
 
-def _embed(config: Config, checkpoint: Checkpoint, device: torch.device) -> list[Scene]:
+def _embed(config: Config, pretrained: PretrainedModel, device: torch.device) -> list[Scene]:
     """Every sample, embedded, in host memory. The encoder that did it is gone."""
     from qie.cli.assemble import check_prompts, read_images
     from qie.devices import resolve_device
     from qie.encode.scene import check_controls, embed_scene
     from qie.errors import RowError, UsageError
-    from qie.opening import painting_encoder
-    from qie.predict import free
+    from qie.inference import free
+    from qie.opening import inference_encoder
 
     controls = []
     for number, sample in enumerate(config.validation.samples):
         key = f"validation.samples.{number}"
         controls.append(read_images(sample.images, config.data.background, f"{key}.images"))
-        check_controls(checkpoint.family.name, len(sample.images), f"{key}.images")
+        check_controls(pretrained.family.name, len(sample.images), f"{key}.images")
         check_prompts(sample.prompt, sample.negative_prompt, f"{key}.{{}}", "negative_prompt")
     named = config.predict.devices.text_encoder
     text_device = device if named == "auto" else resolve_device(named, "predict.devices.text_encoder")
-    encoder = painting_encoder(config, checkpoint, device, text_device)
+    encoder = inference_encoder(config, pretrained, device, text_device)
     scenes = []
     for number, (sample, images) in enumerate(zip(config.validation.samples, controls, strict=True)):
         negative = sample.negative_prompt if config.validation.sample_cfg > 1 else None

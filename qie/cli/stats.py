@@ -124,7 +124,7 @@ def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, qu
     """Exits with 1 for rows and indexes that cannot be read; a miss is an answer."""
     from qie.cli.common import quiet_libraries
     from qie.config import load_config
-    from qie.opening import open_encoder, open_rows, versions
+    from qie.opening import open_encoder, open_rows, variants
     from qie.stats import explain_rows
 
     quiet_libraries()
@@ -132,7 +132,7 @@ def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, qu
     config = config.model_copy(update={"data": config.data.model_copy(update={"source": options["source"]})})
     rows, recipe = open_rows(config, "rows"), open_encoder(config).recipe
     with Progress("comparing", len(rows), "rows", quiet=quiet) as progress:
-        found = explain_rows(rows, recipe, indexes, versions=versions(config), progress=progress.at)
+        found = explain_rows(rows, recipe, indexes, variants=variants(config), progress=progress.at)
     if as_json:
         _print_json(found.to_dict())
     else:

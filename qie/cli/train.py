@@ -47,13 +47,13 @@ def main(
     from qie.config import load_config
     from qie.opening import open_accelerator
     from qie.paths import local_path
-    from qie.pretrained import open_checkpoint
+    from qie.pretrained import open_pretrained
     from qie.streams import open_training_stream
     from qie.training.loop import find_start, train
 
     config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
     model = config.model
-    checkpoint = open_checkpoint(model.pretrained_model_name_or_path, model.family, ("transformer", "scheduler"))
+    pretrained = open_pretrained(model.pretrained_model_name_or_path, model.family, ("transformer", "scheduler"))
     quiet_libraries()
     accelerator = open_accelerator(config)
     main_process, sharded = accelerator.is_main_process, accelerator.distributed_type == "FSDP"
@@ -62,12 +62,12 @@ def main(
     with (
         _interruptible(),
         _told(quiet or not main_process) as telling,
-        open_training_stream(config, checkpoint, accelerator, *shards, follow=follow, telling=telling) as stream,
+        open_training_stream(config, pretrained, accelerator, *shards, follow=follow, telling=telling) as stream,
         Progress("training", config.train.max_steps, "steps", quiet=quiet or not main_process) as progress,
     ):
         outcome = train(
             config,
-            checkpoint,
+            pretrained,
             stream,
             accelerator,
             resume=resume,

@@ -63,7 +63,7 @@ class SourceConfig(Section):
 
 
 class AugmentConfig(Section):
-    """What further versions of a row are made of; see cache.variants. Target, controls and mask alike."""
+    """What further variants of a row are made of; see cache.variants. Target, controls and mask alike."""
 
     flip: bool = Field(False, description="Mirrored, left to right, by chance.")
     crop: float = Field(1.0, gt=0.0, le=1.0, description="Cropped to between this part of each side and all of it.")
@@ -158,7 +158,7 @@ class CacheConfig(Section):
         1, description="Rows encoded together. Above 1, the last bits of a sample depend on its neighbours."
     )
     variants: PositiveInt = Field(
-        1, description="Versions of a row at most: its captions and, with data.augment, augmented ones. One per epoch."
+        1, description="Variants of a row at most: its captions and, with data.augment, augmented ones. One per epoch."
     )
     share_prefix: bool = Field(
         False, description="Rows with the same controls share their pass through Qwen2.5-VL; about 1e-6 from exact."

@@ -10,7 +10,7 @@ from qie.data.memory import Keep, KeptSamples
 from qie.data.samples import LiveSamples, RowEncoder, Samples, look_at_rows
 from qie.data.sources import Source, open_source
 from qie.data.stream import Stream
-from qie.data.variants import Versions
+from qie.data.variants import Variants
 from qie.shards.cache import ShardCache
 from qie.shards.shard_set import ShardSet, Verify
 
@@ -23,7 +23,7 @@ def open_stream(
     batch_size: int = 1,
     encoder: RowEncoder | None = None,
     shards: Places | None = None,
-    versions: Versions | None = None,
+    variants: Variants | None = None,
     verify: Verify = "first",
     cache: ShardCache | None = None,
     keep: Keep | None = None,
@@ -38,7 +38,7 @@ def open_stream(
         batch_size: samples per batch of this process.
         encoder: encodes rows live, ahead in the background.
         shards: where rows are looked for, by content, before they are encoded; only with an encoder.
-        versions: which versions of raw rows there are; one each without.
+        variants: which variants of raw rows there are; one each without.
         verify: when records are checked against their hashes, see `ShardSet`.
         cache: keeps remote shards on the local disk.
         keep: keeps samples in memory after their first use.
@@ -56,9 +56,9 @@ def open_stream(
     else:
         source = open_source(data) if isinstance(data, (str, Path)) else cast(Source, data)
         stored = None if shards is None else ShardSet.open(_several(shards), verify=verify, cache=cache)
-        versions = versions or Versions()
-        known = look_at_rows(source, encoder, versions, progress, stored)
-        samples = LiveSamples(source, encoder, versions, known, stored)
+        variants = variants or Variants()
+        known = look_at_rows(source, encoder, variants, progress, stored)
+        samples = LiveSamples(source, encoder, variants, known, stored)
         settings["threads"] = max(settings.get("threads", 2), len(encoder.stages))
     return Stream(KeptSamples(samples, keep) if keep else samples, batch_size, **settings)
 

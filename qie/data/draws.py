@@ -1,4 +1,4 @@
-"""Chance: which rows an epoch draws, in which order, which of their versions, and which rows are kept for validation.
+"""Chance: which rows an epoch draws, in which order, which of their variants, and which rows are kept for validation.
 
 All of it is a pure function of numbers. Of numpy only the bits of Philox are used, a counter-based generator: numpy
 promises to keep those, but not how its own shuffles use them.
@@ -43,11 +43,11 @@ def draw(
         chosen = np.repeat(first, times)
     if len(first) == len(kept):
         return (kept if times is None else kept[chosen]), times
-    versions = np.diff(first, append=len(kept))
-    versions = versions if times is None else np.repeat(versions, times)
+    variants = np.diff(first, append=len(kept))
+    variants = variants if times is None else np.repeat(variants, times)
     # The upper half of a random number is a fraction of 2³².
     random = (raw_bits(VERSIONS, seed, epoch, len(chosen)) >> np.uint64(32)).view(np.int64)
-    return kept[chosen + (random * versions >> 32)], times
+    return kept[chosen + (random * variants >> 32)], times
 
 
 def _times(
@@ -96,18 +96,18 @@ def _exact(weight: float) -> Fraction:
 def held_out(
     keys: NDArray[np.uint8], rows: NDArray[np.integer[Any]], count: int
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Rows to keep out of training: those whose first version has one of the `count` smallest keys.
+    """Rows to keep out of training: those whose first variant has one of the `count` smallest keys.
 
     A key is a hash, so this is a fair draw; and it is a function of content alone, so the same rows are kept out when
     they are reordered, and rows of equal content (equal first keys) never stand on both sides.
 
     Args:
         keys: [N, 32] each sample's key, compared as bytes.
-        rows: [N] the sample's row; versions of a row stand together, the first first.
+        rows: [N] the sample's row; variants of a row stand together, the first first.
         count: number of contents.
 
     Returns:
-        Positions of the first versions by (key, position), and [N] which samples belong to these rows.
+        Positions of the first variants by (key, position), and [N] which samples belong to these rows.
     """
     first = starts(rows)
     heads = _words(keys[first, :8]).ravel()
@@ -160,7 +160,7 @@ def apart(raw: NDArray[np.uint64], times: NDArray[np.int64] | None) -> NDArray[n
 
 
 def starts(numbers: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """Where each stretch of one number begins, such as a row's versions."""
+    """Where each stretch of one number begins, such as a row's variants."""
     return np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)])
 
 

@@ -97,7 +97,7 @@ def plan_epoch(
 
     Args:
         columns: the samples.
-        seed, epoch: decide the order, which rows a fractional weight draws, and which version of a row is shown.
+        seed, epoch: decide the order, which rows a fractional weight draws, and which variant of a row is shown.
         global_batch_size: samples per batch over all processes.
         tail: what becomes of the last samples of a shape when they fill no batch: `pad` repeats them with weight 0, so
             that everything drawn is seen; `drop` leaves them out of this epoch. Which they are is left to chance, but
@@ -146,7 +146,7 @@ def sequence_prefix(
 ) -> Plan:
     """The batches of `order="sequence"` that are complete, perhaps none: what stays when more samples come behind.
 
-    For whoever follows shards that are still being written. `seed` and `epoch` decide only which versions are shown.
+    For whoever follows shards that are still being written. `seed` and `epoch` decide only which variants are shown.
     """
     require_batch_size(global_batch_size)
     drawn, _ = draw(columns, seed, epoch, None, leave_out, shuffled=False)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qie.data.sources import Source, part_of
-from qie.data.variants import Versions
+from qie.data.variants import Variants
 from qie.errors import QieError, RowError, ShardError
 from qie.recipe import Recipe
 from qie.shards.index import Skipped
@@ -76,7 +76,7 @@ class RowFacts:
     """What is known of the rows of a source before they are trained on, in their order.
 
     Attributes:
-        rows, numbers: of each sample, its row and which version of it.
+        rows, numbers: of each sample, its row and which variant of it.
         facts: of each sample.
         parts: of each sample, the name of its source in a mixture.
         skipped: rows that are not among the samples.
@@ -111,7 +111,7 @@ class RowFacts:
 def look_at_rows(
     source: Source,
     encoder: RowEncoder,
-    versions: Versions | None = None,
+    variants: Variants | None = None,
     progress: Callable[[int], object] = lambda done: None,
     stored: ShardSet | None = None,
     share: slice = slice(None),
@@ -125,7 +125,7 @@ def look_at_rows(
         progress: called with the number of rows looked at.
         share: which rows to look at, where several processes share the work.
     """
-    versions = versions or Versions()
+    variants = variants or Variants()
     known = {} if stored is None else {key: position for position, key in enumerate(stored.keys)}
     refused = {gone.key: gone.reason for gone in stored.skipped} if stored else {}
     found: list[tuple[int, int, Facts, str]] = []
@@ -144,7 +144,7 @@ def look_at_rows(
 
     def inspect(index: int) -> list[Facts | RowError]:
         try:
-            return [look(row) for row in versions.of(source.read(index))]
+            return [look(row) for row in variants.of(source.read(index))]
         except RowError as error:
             return [error]
 
@@ -166,7 +166,7 @@ class LiveSamples:
     """Rows of a source that are encoded each time they are asked for, unless shards hold them.
 
     Attributes:
-        source, encoder, versions: the rows, what encodes them, and which versions of them there are.
+        source, encoder, variants: the rows, what encodes them, and which variants of them there are.
         known: what is known of them, see `look_at_rows`.
         stored: shards in which samples are looked for before they are encoded. A key names its recipe, too, so what is
             found is what would be encoded. A record that turns out to be damaged is encoded instead.
@@ -176,7 +176,7 @@ class LiveSamples:
 
     source: Source
     encoder: RowEncoder
-    versions: Versions
+    variants: Variants
     known: RowFacts
     stored: ShardSet | None = None
     shard_rows: int | None = None
@@ -260,8 +260,8 @@ class LiveSamples:
 
     def _fetch_live(self, position: int) -> Sample:
         index, number = self.known.rows[position], self.known.numbers[position]
-        versions = self.versions.of(self.source.read(index))
-        sample = self._encode(versions[number]) if number < len(versions) else None
+        variants = self.variants.of(self.source.read(index))
+        sample = self._encode(variants[number]) if number < len(variants) else None
         if sample is None or sample.key != self.known.facts[position].key:
             raise QieError(
                 "a row changed while it was trained on",

@@ -159,7 +159,7 @@ class Stream(IterableDataset[Batch]):
         self.epoch, self.position = epoch, 0
 
     def validation_batches(self) -> list[PlannedBatch]:
-        """The rows that are kept out, each as it is (not its further versions), one per batch, by their keys."""
+        """The rows that are kept out, each as it is (not its further variants), one per batch, by their keys."""
         return [PlannedBatch((position,), (1.0,)) for position in self._validation]
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def short_hash(digests: np.ndarray) -> str:
 
 
 def _hold_out_equals(mask: np.ndarray, digests: np.ndarray) -> None:
-    """Keep out, too, what equals a sample that is kept out: a version of a row of other content may."""
+    """Keep out, too, what equals a sample that is kept out: a variant of a row of other content may."""
     kept_out = {bytes(digest) for digest in digests[mask]}
     if kept_out:
         heads = np.ascontiguousarray(digests[:, :8]).view(np.uint64).ravel()

@@ -1,4 +1,4 @@
-"""Versions of a row: its captions, and its pictures mirrored or cropped. Pure: a row in, rows out."""
+"""Variants of a row: its captions, and its pictures mirrored or cropped. Pure: a row in, rows out."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from qie.types import Augment, Row
 
 
 @dataclass(frozen=True)
-class Versions:
-    """Which versions of a row are stored.
+class Variants:
+    """Which variants of a row are stored.
 
     Attributes:
         count: how many there are at most.
-        flip: further versions are mirrored, every other one by chance.
-        crop: the smallest part of a picture's sides that further versions keep; 1 for all of it.
+        flip: further variants are mirrored, every other one by chance.
+        crop: the smallest part of a picture's sides that further variants keep; 1 for all of it.
     """
 
     count: int = 1
@@ -23,10 +23,10 @@ class Versions:
     crop: float = 1.0
 
     def of(self, row: Row) -> list[Row]:
-        """The versions of a row, numbered from 0, which is the row as it is with its first caption.
+        """The variants of a row, numbered from 0, which is the row as it is with its first caption.
 
         Without augmentation there are as many as the row has captions, up to `count`; with it, `count`, and captions
-        take turns. What is done to a picture follows from the row's content and the version's number alone.
+        take turns. What is done to a picture follows from the row's content and the variant's number alone.
         """
         prompts = (row.prompt, *row.more_prompts)
         augments = self.flip or self.crop < 1
@@ -43,7 +43,7 @@ class Versions:
         ]
 
     def _draw(self, row: Row, number: int) -> Augment | None:
-        """What is done to the pictures of a version; None if chance wants nothing."""
+        """What is done to the pictures of a variant; None if chance wants nothing."""
         dice = random.Random(f"{row.target_hash} {row.control_hashes} {number}")  # noqa: S311 - a pure function is wanted
         flip = dice.random() < 0.5 and self.flip
         kept = dice.uniform(self.crop, 1)

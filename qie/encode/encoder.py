@@ -20,7 +20,7 @@ from qie.encode.rows import DecodedRow, PreparedRow, decode_row, see
 from qie.encode.text import MAX_POSITIONS, PromptEmbeds, PromptEncoder, Seen, check_prompt
 from qie.encode.vae import VaeEncoder
 from qie.errors import QieError, RowError
-from qie.pretrained import Checkpoint
+from qie.pretrained import PretrainedModel
 from qie.recipe import NULL_PROMPT, Recipe, normal_prompt
 from qie.stages import Stage, in_turn
 from qie.types import Facts, Row, Sample
@@ -46,13 +46,13 @@ class Encoder:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        pretrained: PretrainedModel,
         recipe: Recipe,
         vae_device: torch.device,
         text_device: torch.device,
         max_image_px: int = MAX_IMAGE_PX,
     ) -> None:
-        self.checkpoint, self.recipe = checkpoint, recipe
+        self.pretrained, self.recipe = pretrained, recipe
         self.batch_size = recipe.batch_size
         self._vae_device, self._text_device, self._max_image_px = vae_device, text_device, max_image_px
         self._latents: Memo[Stored] = Memo(LATENTS_BYTES, lambda stored: stored.values.nbytes)
@@ -61,32 +61,32 @@ class Encoder:
     @classmethod
     def open(
         cls,
-        checkpoint: Checkpoint,
+        pretrained: PretrainedModel,
         *,
         vae_device: torch.device,
         text_device: torch.device,
         options: EncoderOptions | None = None,
     ) -> Encoder:
-        """The encoder of a checkpoint with all of `ENCODERS`. Its recipe is made now, from the content of the files.
+        """The encoder of a model with all of `ENCODERS`. Its recipe is made now, from the content of the files.
 
         Raises:
             ModelError: the tokenizer or processor cannot be loaded, or is another model's.
         """
         options = options or EncoderOptions()
-        recipe = make_recipe(checkpoint, options, vae_device, text_device)
-        encoder = cls(checkpoint, recipe, vae_device, text_device, options.max_image_px)
+        recipe = make_recipe(pretrained, options, vae_device, text_device)
+        encoder = cls(pretrained, recipe, vae_device, text_device, options.max_image_px)
         _ = encoder.text  # now, not in the threads that inspect rows; its weights wait
         return encoder
 
     @cached_property
     def vae(self) -> VaeEncoder:
         dtype = getattr(torch, self.recipe.vae_dtype)
-        return VaeEncoder(self.checkpoint.component("vae"), self._vae_device, dtype, compiled=self.recipe.compiled)
+        return VaeEncoder(self.pretrained.component("vae"), self._vae_device, dtype, compiled=self.recipe.compiled)
 
     @cached_property
     def text(self) -> PromptEncoder:
         dtype = getattr(torch, self.recipe.text_dtype)
-        return PromptEncoder(self.checkpoint, self._text_device, dtype, continued=self.recipe.continued)
+        return PromptEncoder(self.pretrained, self._text_device, dtype, share_prefix=self.recipe.share_prefix)
 
     def inspect(self, row: Row) -> Facts:
         """What is known of a row without encoding it. Raises RowError as `encode` would, but for NaN and infinity."""

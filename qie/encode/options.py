@@ -11,7 +11,7 @@ import torch
 from qie.devices import resolve_dtype
 from qie.encode.images import MAX_IMAGE_PX, resampling_digest
 from qie.encode.sizes import Size
-from qie.pretrained import Checkpoint, content_hash, processor_hash
+from qie.pretrained import PretrainedModel, content_hash, processor_hash
 from qie.recipe import ENCODING_VERSION, Family, Recipe, template_digest
 
 HASHED = ("vae", "text_encoder", "tokenizer")
@@ -26,7 +26,7 @@ class EncoderOptions:
         areas_px, buckets_px, text_area_px, multiple_px: sizes, see `Recipe`.
         background: colour that transparent images are laid on.
         compute_dtype: name of a dtype; auto is bfloat16 on a GPU and float32 on the CPU.
-        continued: prompts continue on a pass over the images alone; see `PromptEncoder.encode`.
+        share_prefix: prompts continue on a pass over the images alone; see `PromptEncoder.encode`.
         batch_size: rows that are encoded together.
         compiled: the VAE runs through torch.compile.
         thumbnail_px: longest side of the picture that is stored with a sample; None for no picture.
@@ -39,7 +39,7 @@ class EncoderOptions:
     multiple_px: int | None = None
     background: str = "#ffffff"
     compute_dtype: str = "auto"
-    continued: bool = False
+    share_prefix: bool = False
     batch_size: int = 1
     compiled: bool = False
     thumbnail_px: int | None = None
@@ -47,36 +47,36 @@ class EncoderOptions:
 
 
 def make_recipe(
-    checkpoint: Checkpoint, options: EncoderOptions, vae_device: torch.device, text_device: torch.device
+    pretrained: PretrainedModel, options: EncoderOptions, vae_device: torch.device, text_device: torch.device
 ) -> Recipe:
-    """The recipe of encoding with a checkpoint; its files are hashed, in parallel."""
-    components = [checkpoint.component(name) for name in HASHED]
+    """The recipe of encoding with a model; its files are hashed, in parallel."""
+    components = [pretrained.component(name) for name in HASHED]
     with ThreadPoolExecutor() as pool:
         vae, text_encoder, tokenizer = pool.map(content_hash, components)
     return Recipe(
-        **_chosen(checkpoint.family, options),
+        **_chosen(pretrained.family, options),
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=tokenizer,
-        processor=processor_hash(checkpoint),
+        processor=processor_hash(pretrained),
         vae_dtype=resolve_dtype(options.compute_dtype, vae_device),
         text_dtype=resolve_dtype(options.compute_dtype, text_device),
         resampling=resampling_digest(),
     )
 
 
-def known_fields(checkpoint: Checkpoint, options: EncoderOptions) -> dict[str, Any]:
+def known_fields(pretrained: PretrainedModel, options: EncoderOptions) -> dict[str, Any]:
     """The fields that the recipe has wherever rows are encoded, as far as they can be known here.
 
     Left out are what the encoding machine decides (how its image library resizes, and precisions that are `auto`), and
-    the hashes of components that the checkpoint lacks: where models are trained on shards it needs no encoders.
+    the hashes of components that the model lacks: where models are trained on shards it needs no encoders.
     """
-    known = _chosen(checkpoint.family, options) | {"storage_dtype": "float16", "encoding_version": ENCODING_VERSION}
+    known = _chosen(pretrained.family, options) | {"storage_dtype": "float16", "encoding_version": ENCODING_VERSION}
     if options.compute_dtype != "auto":
         known |= {"vae_dtype": options.compute_dtype, "text_dtype": options.compute_dtype}
-    known |= {name: content_hash(checkpoint.component(name)) for name in HASHED if checkpoint.holds(name)}
-    if checkpoint.holds("processor"):
-        known["processor"] = processor_hash(checkpoint)
+    known |= {name: content_hash(pretrained.component(name)) for name in HASHED if pretrained.holds(name)}
+    if pretrained.holds("processor"):
+        known["processor"] = processor_hash(pretrained)
     return known
 
 
@@ -90,7 +90,7 @@ def _chosen(family: Family, options: EncoderOptions) -> dict[str, Any]:
         "multiple_px": options.multiple_px or family.multiple_px,
         "background": options.background,
         "template": template_digest(family),
-        "continued": options.continued,
+        "share_prefix": options.share_prefix,
         "batch_size": options.batch_size,
         "compiled": options.compiled,
         "thumbnail_px": options.thumbnail_px,

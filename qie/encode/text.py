@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qie.errors import ModelError, RowError
-from qie.pretrained import Checkpoint, loading
+from qie.pretrained import PretrainedModel, loading
 from qie.recipe import NULL_PROMPT, Family
 
 _SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
@@ -97,27 +97,27 @@ class PromptEncoder:
     """Qwen2.5-VL, without its language head, which embeddings do not use. Weights are loaded on first use.
 
     Args:
-        checkpoint: with text_encoder, tokenizer and processor.
+        pretrained: with text_encoder, tokenizer and processor.
         device, dtype: where and in what precision it computes.
-        continued: see `encode`.
+        share_prefix: see `encode`.
 
     Raises:
         ModelError: the tokenizer does not give the template the length that is dropped, so it is another model's.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, continued: bool = False
+        self, pretrained: PretrainedModel, device: torch.device, dtype: torch.dtype, *, share_prefix: bool = False
     ) -> None:
-        self.device, self.dtype, self._continued = device, dtype, continued
-        self._folder = checkpoint.component("text_encoder")
-        self._family: Family = checkpoint.family
-        tokenizer, processor = checkpoint.component("tokenizer"), checkpoint.component("processor")
+        self.device, self.dtype, self._share_prefix = device, dtype, share_prefix
+        self._folder = pretrained.component("text_encoder")
+        self._family: Family = pretrained.family
+        tokenizer, processor = pretrained.component("tokenizer"), pretrained.component("processor")
         with loading(tokenizer):
             self._tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         with loading(processor):
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(processor)
             self._processor.get_number_of_image_patches(56, 56)  # fails where it divides by a size of 0
-        self._check_template(checkpoint)
+        self._check_template(pretrained)
 
     @cached_property
     def _model(self) -> Any:
@@ -153,7 +153,7 @@ class PromptEncoder:
         features = getattr(features, "pooler_output", features)
         pads = [int(grid.prod()) // self._processor.merge_size**2 for grid in patches.grids]
         seen = Seen(self._before_prompt(pads), torch.cat(tuple(features)), grids)
-        if self._continued:
+        if self._share_prefix:
             embeds, positions = self._inputs(seen, seen.text)
             output = self._model.language_model(
                 inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=True
@@ -168,12 +168,12 @@ class PromptEncoder:
         A prompt takes one full pass, exactly as the released pipeline's. The null prompt continues on the part of that
         pass's key-value cache that stands before the prompt: the model is causal, so that part does not depend on it.
 
-        If `continued`, the prompt continues on such a cache, too, of a pass over the images alone. Rows with the same
-        images then share that pass. It is about 1e-6 of the values' deviation away from a full pass in float32.
+        If `share_prefix`, the prompt continues on such a cache, too, of a pass over the images alone. Rows of the same
+        images then share it. It is about 1e-6 of the values' deviation away from a full pass in float32.
 
         The last bits depend on what is passed together; one at a time, they depend on the row alone.
         """
-        if self._continued:
+        if self._share_prefix:
             return [self._continue(one, prompt) for one, prompt in zip(seen, prompts, strict=True)]
         return self._whole(seen, prompts)
 
@@ -254,12 +254,12 @@ class PromptEncoder:
         )
         return self._family.before_prompt + "".join(pictures)
 
-    def _check_template(self, checkpoint: Checkpoint) -> None:
+    def _check_template(self, pretrained: PretrainedModel) -> None:
         found = len(self._tokenizer(self._family.before_prompt)["input_ids"])
         if found != self._family.drop_tokens:
             raise ModelError(
                 "the tokenizer is not this model's: it gives the template another length",
-                where=checkpoint.component("tokenizer"),
+                where=pretrained.component("tokenizer"),
                 expected=f"{self._family.drop_tokens} tokens before the images",
                 found=found,
             )

@@ -22,14 +22,14 @@ from qie.data.stream import Stream
 from qie.devices import resolve_device, resolve_dtype
 from qie.encode import Encoder
 from qie.errors import UsageError
+from qie.inference import Predictor, free, load_vae
 from qie.legacy.cache import check_cache_exists
 from qie.legacy.dataset import ImageDataset, pictures
 from qie.legacy.names import GoneError, ignored, missing
 from qie.legacy.settings import changed, require_frozen
-from qie.opening import open_accelerator, open_encoder, open_painter, open_rows, versions
+from qie.opening import open_accelerator, open_encoder, open_predictor, open_rows, variants
 from qie.precompute import Report, Settings, precompute
-from qie.predict import Painter, free, load_vae
-from qie.pretrained import ENCODERS, Checkpoint, open_checkpoint
+from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
 from qie.recipe import NULL_PROMPT
 from qie.streams import open_training_stream
 from qie.training.export import export_adapter, find_adapter, merge_adapter
@@ -139,19 +139,19 @@ class QwenImageEditTrainer:
         if self._run is not None:
             raise UsageError("the model in training is there already", hint="change the configuration before set_lora")
         self._config = given
-        self._checkpoint: Checkpoint | None = None
+        self._pretrained: PretrainedModel | None = None
         self._encoder: Encoder | None = None
-        self._painter: Painter | None = None
+        self._painter: Predictor | None = None
         self._vae: AutoencoderKLQwenImage | None = None
         self._stream: Stream | None = None
 
     @property
-    def checkpoint(self) -> Checkpoint:
-        """The base model. Now: `qie.open_checkpoint`."""
-        if self._checkpoint is None:
+    def pretrained(self) -> PretrainedModel:
+        """The base model. Now: `qie.open_pretrained`."""
+        if self._pretrained is None:
             model, parts = self.config.model, (*ENCODERS, "transformer", "scheduler")
-            self._checkpoint = open_checkpoint(model.pretrained_model_name_or_path, model.family, parts)
-        return self._checkpoint
+            self._pretrained = open_pretrained(model.pretrained_model_name_or_path, model.family, parts)
+        return self._pretrained
 
     @property
     def encoder(self) -> Encoder:
@@ -162,11 +162,11 @@ class QwenImageEditTrainer:
 
     @property
     def vae(self) -> AutoencoderKLQwenImage:
-        """The VAE of diffusers, frozen, for `decode_vae_latent`. Now: `qie.predict.load_vae`."""
+        """The VAE of diffusers, frozen, for `decode_vae_latent`. Now: `qie.inference.load_vae`."""
         if self._vae is None:
             device = resolve_device(self.config.predict.devices.vae, "predict.devices.vae")
             dtype = getattr(torch, resolve_dtype(self.config.cache.compute_dtype, device))
-            self._vae = load_vae(self.checkpoint, dtype).to(device).eval().requires_grad_(False)
+            self._vae = load_vae(self.pretrained, dtype).to(device).eval().requires_grad_(False)
         return self._vae
 
     @property
@@ -192,7 +192,7 @@ class QwenImageEditTrainer:
     @property
     def scheduler(self) -> FlowMatchEulerDiscreteScheduler:
         """The checkpoint's noise schedule. Now: section `loss` of the configuration."""
-        return load_scheduler(self.checkpoint)
+        return load_scheduler(self.pretrained)
 
     @property
     def cache_exist(self) -> bool:
@@ -241,7 +241,7 @@ class QwenImageEditTrainer:
 
     def _precompute(self, rows: Source, wanted: tuple[int, int]) -> Report:
         output = required(self.config.cache.cache_dir, "cache.cache_dir", "where shards go")
-        settings = Settings(versions=versions(self.config))
+        settings = Settings(variants=variants(self.config))
         return precompute(rows, self.encoder, output, rows=wanted, settings=settings)
 
     def _configure(self, given: DataLoader[Any]) -> None:
@@ -259,9 +259,9 @@ class QwenImageEditTrainer:
 
     @property
     def stream(self) -> Stream:
-        """What is trained on. Now: `qie.open_training_stream(config, checkpoint, accelerator)`."""
+        """What is trained on. Now: `qie.open_training_stream(config, pretrained, accelerator)`."""
         if self._stream is None:
-            self._stream = open_training_stream(self.config, self.checkpoint, self._accelerated())
+            self._stream = open_training_stream(self.config, self.pretrained, self._accelerated())
         return self._stream
 
     @property
@@ -281,11 +281,11 @@ class QwenImageEditTrainer:
     def load_model(self, text_encoder_device: str | None = None) -> None:
         """Check that the checkpoint has all components; weights are loaded by what needs them first.
 
-        Now: `qie.open_checkpoint`. `text_encoder_device` is ignored: `cache.text_encoder_device`.
+        Now: `qie.open_pretrained`. `text_encoder_device` is ignored: `cache.text_encoder_device`.
         """
         if text_encoder_device is not None:
             ignored("text_encoder_device", "cache.text_encoder_device in the configuration")
-        _ = self.checkpoint
+        _ = self.pretrained
 
     def setup_accelerator(self) -> None:
         """Now: `qie.open_accelerator(config)`."""
@@ -297,7 +297,7 @@ class QwenImageEditTrainer:
         Now: `qie.training.run.Run`, which `qie.train` drives. Its optimizer is made here, too.
         """
         self._require_frozen()
-        self._run = Run(self.config, self.checkpoint, self.stream, self._accelerated(), None)
+        self._run = Run(self.config, self.pretrained, self.stream, self._accelerated(), None)
 
     def configure_optimizers(self) -> None:
         """Give `optimizer` and `lr_scheduler`. Now: sections `optimizer` and `lr_scheduler`; `Run` makes them."""
@@ -337,7 +337,7 @@ class QwenImageEditTrainer:
         return model if place is None else model.to(place)
 
     def fit(self, train_dataloader: Stream | DataLoader[Any] | None = None, *, resume: str | None = None) -> Outcome:
-        """Train to the end. Now: `qie-train`, or `qie.train(config, checkpoint, stream, accelerator)`.
+        """Train to the end. Now: `qie-train`, or `qie.train(config, pretrained, stream, accelerator)`.
 
         Args:
             train_dataloader: of `loader`; or a stream; None for what the configuration says. Other DataLoaders are
@@ -347,7 +347,7 @@ class QwenImageEditTrainer:
         self._run = None
         stream = self.stream if train_dataloader is None else self.accelerator_prepare(train_dataloader)
         self._require_frozen()
-        self.outcome = train(self.config, self.checkpoint, stream, self._accelerated(), resume=resume)
+        self.outcome = train(self.config, self.pretrained, stream, self._accelerated(), resume=resume)
         self.accelerator, self._stream = None, None  # the loop ended what they are made of
         return self.outcome
 
@@ -406,7 +406,7 @@ class QwenImageEditTrainer:
         if output is None:
             self.transformer.fuse_lora()
         else:
-            merge_adapter(self.checkpoint, self._adapter(), Path(output))
+            merge_adapter(self.pretrained, self._adapter(), Path(output))
 
     def save_checkpoint(self, epoch: int | None = None, global_step: int | None = None) -> Path:
         """Write a checkpoint of one's own loop over `stream`, and give its folder. Now: `train.checkpoint_every`.
@@ -421,7 +421,7 @@ class QwenImageEditTrainer:
         metrics = Path(run.config.train.output_dir) / METRICS_FILE
         metrics.parent.mkdir(parents=True, exist_ok=True)
         metrics.touch()  # the report reads it; one's own loop need not write it
-        reporter = Reporter(run.config, run.checkpoint, run.stream, run.accelerator, resumed=False)
+        reporter = Reporter(run.config, run.pretrained, run.stream, run.accelerator, resumed=False)
         return run.save(lambda: reporter.report(run.step, ended=False))
 
     # Generation
@@ -429,10 +429,10 @@ class QwenImageEditTrainer:
     def setup_predict(self) -> None:
         """Make ready to paint, with the adapter of `load_lora`, which is `model.lora.continue_from`.
 
-        Weights are loaded by the first `predict`. Now: `painter = qie.open_painter(config, lora)`.
+        Weights are loaded by the first `predict`. Now: `painter = qie.open_predictor(config, lora)`.
         """
         lora = self.config.model.lora
-        self._painter = open_painter(self.config, lora.continue_from if lora else None)
+        self._painter = open_predictor(self.config, lora.continue_from if lora else None)
 
     def predict(
         self,
@@ -457,7 +457,7 @@ class QwenImageEditTrainer:
             negative_prompt: one, or one for each prompt. Empty guides away from the null prompt; None does without
                 guidance, in half the time.
             true_cfg_scale: of guidance; 1 and below does without.
-            image_latents, prompt_embeds, prompt_embeds_mask: refused. Now: `qie.predict.paint_scene`.
+            image_latents, prompt_embeds, prompt_embeds_mask: refused. Now: `qie.inference.paint_scene`.
             weight_dtype: ignored. Now: `cache.compute_dtype`.
             seed: of the noise.
 
@@ -465,7 +465,9 @@ class QwenImageEditTrainer:
             UsageError: something is no image or no prompt, their numbers do not fit, or tensors are given.
         """
         if any(given is not None for given in (image_latents, prompt_embeds, prompt_embeds_mask)):
-            raise UsageError("predict takes images and prompts, no tensors", hint="qie.predict.paint_scene takes both")
+            raise UsageError(
+                "predict takes images and prompts, no tensors", hint="qie.inference.paint_scene takes both"
+            )
         if weight_dtype is not None:
             ignored("weight_dtype", "cache.compute_dtype in the configuration")
         scenes = self._scenes(prompt_image, prompt)
@@ -504,7 +506,7 @@ class QwenImageEditTrainer:
     def decode_vae_latent(self, latents: torch.Tensor) -> Pixels:
         """Latents as shards hold them, [C, 1, H, W] or [B, C, 1, H, W], to pixels: [8H, 8W, 3] or [B, 8H, 8W, 3] uint8.
 
-        Now: the VAE of diffusers, `qie.predict.load_vae`, fed with z · std + mean.
+        Now: the VAE of diffusers, `qie.inference.load_vae`, fed with z · std + mean.
         """
         if latents.ndim not in (4, 5) or latents.shape[-3] != 1:
             found = list(latents.shape)

@@ -168,7 +168,7 @@ class Engine:
 
     def _keys(self, number: int) -> list[str | None]:
         try:
-            return [self._recipe.key(row) for row in self.settings.versions.of(self.source.read(number))]
+            return [self._recipe.key(row) for row in self.settings.variants.of(self.source.read(number))]
         except RowError:
             return [None]
 
@@ -177,7 +177,7 @@ class Engine:
         older = group.shard.older
         for number in group.numbers:
             try:
-                rows = self.settings.versions.of(self.source.read(number))
+                rows = self.settings.variants.of(self.source.read(number))
             except RowError as error:
                 group.done.append(self._skipped(error, number))
                 continue

@@ -35,7 +35,7 @@ class Estimate:
         rows: looked at.
         shapes: samples that would be in the shards, by shape.
         fresh: samples that would be encoded, by shape; the others are there already.
-        skipped: rows, or versions of them, that cannot be encoded.
+        skipped: rows, or variants of them, that cannot be encoded.
         bytes: of the records of `shapes`, about; None if nothing could be encoded to measure.
         encoding_s: seconds that encoding `fresh` would take, about; None if nothing could be timed.
     """
@@ -64,10 +64,10 @@ def estimate(
 
     def look(number: int) -> list[_Found] | RowError:
         try:
-            versions = settings.versions.of(source.read(number))
+            variants = settings.variants.of(source.read(number))
         except RowError as error:
             return error
-        return [_look(row, encoder, records) for row in versions]
+        return [_look(row, encoder, records) for row in variants]
 
     looking = Pipeline([Stage("look", look, READERS)])
     for number, found in zip(range(*rows), looking.run(range(*rows)), strict=True):

@@ -12,13 +12,13 @@ from qie.stages import Load
 
 @dataclass
 class Report:
-    """What a run did, as it goes. Rows of several versions count as one row and as several samples.
+    """What a run did, as it goes. Rows of several variants count as one row and as several samples.
 
     Attributes:
         rows: that are done: in a shard, or skipped.
         encoded: samples that were encoded.
         reused: samples that were there already, in their place or elsewhere.
-        skipped: rows, or versions of them, that cannot be encoded.
+        skipped: rows, or variants of them, that cannot be encoded.
         shards_written, shards_kept: written; left as they were.
         shards_busy: that another run is writing, for which this one is waiting; 0 at the end.
         bytes_written: of tars.

@@ -25,7 +25,7 @@ from qie.stores import File, Folder, LocalFolder
 
 _One = Entry | Skipped
 Account = tuple[Shard, _One]
-"""What a shard says of a version of a row, under its new number."""
+"""What a shard says of a variant of a row, under its new number."""
 
 _OPEN_SHARDS = 8
 
@@ -65,8 +65,8 @@ class Resharded:
 
     Attributes:
         shards, present: how many there are now, and how many of them were there already, as they should be.
-        samples, skipped: versions of rows that they hold, and that were skipped before.
-        left_out: versions of rows that the choice left out.
+        samples, skipped: variants of rows that they hold, and that were skipped before.
+        left_out: variants of rows that the choice left out.
         dropped: keys to be dropped that were found.
     """
 
@@ -211,7 +211,7 @@ def _ranges(origins: Iterable[_Origin], shard_size: int, chosen: Range | None) -
 
 
 def _accounts(origins: Sequence[_Origin], rows: Range, opened: Callable[[File], Shard]) -> Iterator[Account]:
-    """What the shards say of [start, stop), in the order of rows and versions."""
+    """What the shards say of [start, stop), in the order of rows and variants."""
     start, stop = rows
     first = bisect_right(origins, start, key=lambda origin: origin.rows[1])
     for origin in takewhile(lambda origin: origin.rows[0] < stop, islice(origins, first, None)):

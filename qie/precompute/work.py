@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from qie.data.variants import Versions
+from qie.data.variants import Variants
 from qie.errors import RowError
 from qie.precompute.report import Report
 from qie.shards.index import Entry, ShardIndex, Skipped
@@ -25,14 +25,14 @@ class Settings:
         retry_skipped: shards with skipped rows are written again.
         trust_published: shards that are there are kept without comparing their rows with the source.
         reuse: shards of older runs, from which records are copied.
-        versions: which versions of a row are stored.
+        variants: which variants of a row are stored.
     """
 
     on_error: OnError = "skip"
     retry_skipped: bool = False
     trust_published: bool = False
     reuse: tuple[str, ...] = ()
-    versions: Versions = field(default_factory=Versions)
+    variants: Variants = field(default_factory=Variants)
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class OpenShard:
 
 @dataclass(eq=False)
 class Group:
-    """Some rows of a shard on their way. What becomes of each of their versions stands in `done`, in order.
+    """Some rows of a shard on their way. What becomes of each of their variants stands in `done`, in order.
 
     Attributes:
         numbers: which rows; the last of a shard's groups is `last`.

@@ -1,4 +1,4 @@
-"""Latents to pictures by the decoder half of a checkpoint's VAE."""
+"""Latents to pictures by the decoder half of a model's VAE."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from PIL import Image
 
 from qie.devices import resolve_device, resolve_dtype
 from qie.errors import ModelError, QieError, UsageError
-from qie.predict import load_vae
-from qie.pretrained import content_hash, open_checkpoint
+from qie.inference import load_vae
+from qie.pretrained import content_hash, open_pretrained
 
 
 class VaeDecoder:
@@ -19,16 +19,16 @@ class VaeDecoder:
     """
 
     def __init__(self, place: str) -> None:
-        """Load the VAE of the checkpoint in a folder, or on the Hugging Face Hub; on a GPU, if there is one.
+        """Load the VAE of the model in a folder, or on the Hugging Face Hub; on a GPU, if there is one.
 
         Raises:
             UsageError: there is none that could be loaded.
         """
         device = resolve_device("auto", "--vae")
         try:
-            checkpoint = open_checkpoint(place, components=("vae",))
-            vae = load_vae(checkpoint, getattr(torch, resolve_dtype("auto", device)))
-            self.content = content_hash(checkpoint.component("vae"))
+            pretrained = open_pretrained(place, components=("vae",))
+            vae = load_vae(pretrained, getattr(torch, resolve_dtype("auto", device)))
+            self.content = content_hash(pretrained.component("vae"))
         except ModelError as error:
             raise UsageError(
                 error.what,

@@ -21,7 +21,7 @@ from safetensors.numpy import load, save
 
 from qie.errors import ShardError
 from qie.recipe import Recipe, canonical_json
-from qie.shards.index import ShardIndex, Skipped, first_fault, is_digest, parse_stem, require_recipe_fields
+from qie.shards.index import ShardIndex, Skipped, first_fault, is_digest, parse_stem, recipe_fields
 from qie.shards.record import Whole
 from qie.shards.table import COLUMNS, HASH_BYTES, PIXEL_BYTES, Table
 from qie.stores import File, Folder, MissingError, ObjectFolder
@@ -147,7 +147,7 @@ _ABOUT = TypeAdapter(_About)
 def _parsed(about: dict[str, Any], columns: dict[str, np.ndarray]) -> Compact:
     if about["version"] != COMPACT_VERSION:
         raise ValueError(f"version {about['version']}, expected {COMPACT_VERSION}")
-    require_recipe_fields(about["recipe"])
+    about["recipe"] = recipe_fields(about["recipe"])
     for shard in about["shards"]:
         shard.setdefault("rows", parse_stem(shard["stem"]))  # which older ones leave to the name
     if columns.keys() != COLUMNS.keys():

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from qie.errors import ShardError
-from qie.recipe import LATER, Recipe, canonical_json, normal_prompt
+from qie.recipe import LATER, STORED_AS, Recipe, canonical_json, normal_prompt
 from qie.shards.record import FORMAT_VERSION, Whole, tensor_bytes
 from qie.stores import File, MissingError
 from qie.types import Row, Sample, Shape
@@ -44,7 +44,7 @@ class Entry:
         row: index of the row in its source.
         name: what the source calls it.
         source: name of its source in a mixture; empty for a source alone.
-        variant: which version of the row this is, from 0.
+        variant: which variant of the row this is, from 0.
         key: content key; rows of equal content share one member.
         shape: latent sizes.
         tokens, empty_tokens: lengths of the prompt's and of the null prompt's embedding.
@@ -88,7 +88,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Skipped:
-    """One row, or one version of it, that is not in the shard, and why. `key` is None if it could not even be read."""
+    """One row, or one variant of it, that is not in the shard, and why. `key` is None if it could not even be read."""
 
     row: Whole
     name: str
@@ -100,7 +100,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What one shard holds: rows [start, stop), each version of a row either an entry or skipped.
+    """What one shard holds: rows [start, stop), each variant of a row either an entry or skipped.
 
     `this_sha256` is the hash that its file gives for itself: None where it was written before there was one, and where
     it was not read from a file.
@@ -123,7 +123,7 @@ class ShardIndex:
 
     @property
     def accounts(self) -> list[Entry | Skipped]:
-        """What it says of each version of each row, in their order."""
+        """What it says of each variant of each row, in their order."""
         everything: list[Entry | Skipped] = [*self.samples, *self.skipped]
         return sorted(everything, key=lambda one: (one.row, one.variant))
 
@@ -235,7 +235,7 @@ def _parse(values: dict[str, Any]) -> ShardIndex:
     if version != FORMAT_VERSION:
         raise ValueError(f"format version {version}, expected {FORMAT_VERSION}")
     digest = values["recipe"].pop("digest")
-    require_recipe_fields(values["recipe"])
+    values["recipe"] = recipe_fields(values["recipe"])
     index = _INDEX.validate_python(values)
     if index.recipe.digest != digest:
         raise ValueError(f"the recipe's digest is {index.recipe.digest}, not {digest}")
@@ -248,13 +248,15 @@ def first_fault(error: ValidationError) -> str:
     return f"{'.'.join(str(step) for step in first['loc'])}: {first['msg']}"
 
 
-def require_recipe_fields(recipe: dict[str, Any]) -> None:
-    """Raise ValueError unless these are the fields of a recipe as `Recipe.to_dict` gives them."""
-    known = {field.name for field in fields(Recipe)}
+def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe that `Recipe.to_dict` gave, by their names in it. Raises ValueError for any others."""
+    names = {STORED_AS.get(field.name, field.name): field.name for field in fields(Recipe)}
+    known = names.keys()
     odd = {name for name in recipe.keys() ^ known if name in recipe or name not in LATER}
     odd |= {name for name in LATER if recipe.get(name, 0) is None}  # it would have no place in the digest
     if odd:
         raise ValueError(f"fields of the recipe are missing or unknown: {', '.join(sorted(odd))}")
+    return {names[name]: value for name, value in recipe.items()}
 
 
 def _damaged(path: File, found: str) -> ShardError:
@@ -271,14 +273,14 @@ def _check(index: ShardIndex, path: File) -> None:
     if parse_stem(path.stem) not in (None, (index.start, index.stop)):
         raise ShardError("the index is of another range than its name", where=path, found=[index.start, index.stop])
     found = [(one.row, one.variant) for one in index.accounts]
-    # Versions are numbered from 0: counted within its row, each has the number that it says.
-    counted = [(row, number) for row, versions in groupby(found, itemgetter(0)) for number, _ in enumerate(versions)]
+    # Variants are numbered from 0: counted within its row, each has the number that it says.
+    counted = [(row, number) for row, variants in groupby(found, itemgetter(0)) for number, _ in enumerate(variants)]
     rows = [row for row, variant in counted if variant == 0]
     if found != counted or len(rows) != index.stop - index.start or rows != list(range(index.start, index.stop)):
         raise ShardError(
             "the rows of the index do not add up",
             where=path,
-            expected=f"each of [{index.start}, {index.stop}), its versions from 0",
+            expected=f"each of [{index.start}, {index.stop}), its variants from 0",
         )
     wanted = {member_name(entry.key) for entry in index.samples}
     if wanted != set(index.files):

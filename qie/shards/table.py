@@ -27,7 +27,7 @@ class Columns:
     Attributes:
         shapes: [N] number of the sample's shape in `shape_names`. The numbering decides nothing.
         shape_names: the shapes.
-        rows: [N] number of the sample's row; its versions have the same and stand together.
+        rows: [N] number of the sample's row; its variants have the same and stand together.
         lengths: [N] prompt tokens.
         sources: [N] number of the row's source in `source_names`. The numbering decides nothing.
         blocks: [N] number of the shard that holds the sample; never falls.
@@ -50,14 +50,14 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """One value per sample in each column; samples in the order of shards, rows and versions.
+    """One value per sample in each column; samples in the order of shards, rows and variants.
 
     Attributes:
         keys: [N, 32] content keys.
         hashes: [N, 32] SHA-256 of the records.
         shards: [N] number of the shard; non-decreasing.
         rows: [N] number of the row in its source.
-        variants: [N] which version of the row.
+        variants: [N] which variant of the row.
         offsets, sizes: [N] where the record lies in its tar, in bytes.
         shapes: [N] number in `shape_names`.
         tokens, empty_tokens: [N] lengths of the prompt's and of the null prompt's embedding; 0 without a null prompt.

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from qie.data.sources import Source, part_of
-from qie.data.variants import Versions
+from qie.data.variants import Variants
 from qie.errors import QieError, RowError
 from qie.recipe import Recipe
 from qie.shards.index import ShardIndex, Skipped, read_index, row_inputs
@@ -40,7 +40,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the shards have of one version of a row.
+    """What the shards have of one variant of a row.
 
     Attributes:
         row, variant, name, source: as the source calls it now.
@@ -63,7 +63,7 @@ class Explanation:
 
     Attributes:
         recipe: digest of the recipe asked for.
-        verdicts: in the order of rows and versions.
+        verdicts: in the order of rows and variants.
         faults: indexes that cannot be read, a line each; what they hold is taken for missing.
     """
 
@@ -90,7 +90,7 @@ def explain_rows(
     recipe: Recipe,
     indexes: Sequence[File],
     *,
-    versions: Versions | None = None,
+    variants: Variants | None = None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Explanation:
     """Compare the rows of a source, under a recipe, with what shards hold.
@@ -98,12 +98,12 @@ def explain_rows(
     A row is found by its content; else it is compared with the row of its name, of those with that name the one that
     differs least. Rows are read, but not decoded.
     """
-    versions = versions or Versions()
+    variants = variants or Variants()
     known = _Known.of(indexes)
 
     def look(number: int) -> list[Verdict]:
         try:
-            rows = versions.of(source.read(number))
+            rows = variants.of(source.read(number))
         except RowError as error:
             name, part = source.name(number), part_of(source, number)
             return [Verdict(number, 0, name, part, "unreadable", (Cause("row", f"cannot be read: {error.what}"),))]

@@ -22,7 +22,7 @@ class EpochPlan:
 
     Attributes:
         tail: what becomes of samples that fill no batch, as `data.tail`.
-        samples: in the shards, one version of each row.
+        samples: in the shards, one variant of each row.
         steps: global batches.
         fillers: places in them that repeat a sample with weight 0.
         dropped: samples that this epoch does not see.

@@ -20,7 +20,7 @@ class Coverage:
         folder: its path or URL.
         ranges: accounted for by shards whose index can be read.
         faulty: of shards that cannot be read, or have another fault of their own.
-        skipped: rows that have no sample, or a version that has none.
+        skipped: rows that have no sample, or a variant that has none.
     """
 
     folder: str
@@ -34,7 +34,7 @@ class Summary:
     """Everything known about a set of shards without opening their tars.
 
     Attributes:
-        shards, rows, samples: counts; `rows` counts each version of a row, and is samples + skipped.
+        shards, rows, samples: counts; `rows` counts each variant of a row, and is samples + skipped.
         unhashed: of the shards, those whose index has no hash of its own, as qie wrote them before there was one.
         records: distinct records, counted in each shard: within one, samples of equal content share a record.
         duplicates: samples whose content another one has, in whichever shard.

@@ -11,14 +11,14 @@ from accelerate import Accelerator
 from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import ConfigError
-from qie.pretrained import Checkpoint
+from qie.pretrained import PretrainedModel
 from qie.training.flops import Architecture
 from qie.training.lora import add_lora
 from qie.training.memory import Parameters, Setup, advice, empty_transformer, estimate, optimizer_bytes, out_of_memory
 from qie.training.model import train_everything
 
 
-def plan_memory(config: Config, checkpoint: Checkpoint, stream: Stream, accelerator: Accelerator) -> Setup:
+def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, accelerator: Accelerator) -> Setup:
     """Everything that a run's memory depends on. Wrong LoRA targets are refused here, before weights are read.
 
     Raises:
@@ -32,7 +32,7 @@ def plan_memory(config: Config, checkpoint: Checkpoint, stream: Stream, accelera
             where="model.quantize" if model.quantize else "train.offload_blocks",
             hint="set model.quantize to null or nf4 and train.offload_blocks to 0, or use configs/accelerate/ddp.yaml",
         )
-    transformer = empty_transformer(checkpoint)
+    transformer = empty_transformer(pretrained)
     trained = getattr(torch, section.trained_dtype)
     if model.lora:
         add_lora(transformer, model.lora.model_copy(update={"continue_from": None}), section.seed, dtype=trained)

@@ -35,7 +35,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from qie.errors import QieError, UsageError
-from qie.pretrained import Checkpoint, loading
+from qie.pretrained import PretrainedModel, loading
 from qie.stores import LocalFolder
 from qie.training.checkpoint import find_checkpoint
 from qie.training.lora_file import ADAPTER_FILE, PREFIX, LoraFile, explained, read_lora
@@ -99,7 +99,7 @@ def export_adapter(place: Path, output: Path, format: Format, dtype: torch.dtype
 
 
 def merge_adapter(
-    checkpoint: Checkpoint, place: Path, output: Path, dtype: torch.dtype | None = None, scale: float = 1.0
+    pretrained: PretrainedModel, place: Path, output: Path, dtype: torch.dtype | None = None, scale: float = 1.0
 ) -> None:
     """Write the transformer of `checkpoint` with the adapter of `place` (see `find_adapter`) merged into its weights.
 
@@ -117,7 +117,7 @@ def merge_adapter(
     if output.exists():
         raise UsageError("the output is there already", where=output, hint="remove it, or choose another")
     lora = read_lora(find_adapter(place), _KEY)
-    transformer = load_transformer(checkpoint, dtype or _stored_dtype(checkpoint.component("transformer")))
+    transformer = load_transformer(pretrained, dtype or _stored_dtype(pretrained.component("transformer")))
     _attach(transformer, lora)
     _fuse(transformer, lora, scale)
     transformer.unload_lora()

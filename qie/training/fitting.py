@@ -11,16 +11,16 @@ from diffusers import QwenImageTransformer2DModel
 from qie.config import AdapterConfig
 from qie.errors import UsageError
 from qie.paths import local_path
-from qie.pretrained import Checkpoint, loading, read_json
+from qie.pretrained import PretrainedModel, loading, read_json
 from qie.training.lora_file import ADAPTER_FILE, LoraFile, read_lora
 
 
-def check_adapters(checkpoint: Checkpoint, adapters: Sequence[AdapterConfig], key: str) -> None:
-    """Raise UsageError when an adapter is none of the checkpoint's transformer, of which no weight is read.
+def check_adapters(pretrained: PretrainedModel, adapters: Sequence[AdapterConfig], key: str) -> None:
+    """Raise UsageError when an adapter is none of the model's transformer, of which no weight is read.
 
     `key` is where adapters are named, for messages.
     """
-    folder = checkpoint.component("transformer")
+    folder = pretrained.component("transformer")
     with loading(folder), torch.device("meta"):
         transformer = QwenImageTransformer2DModel.from_config(QwenImageTransformer2DModel.load_config(folder))
     linears = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, torch.nn.Linear)}
@@ -49,7 +49,7 @@ def _misfits(lora: LoraFile, linears: dict[str, torch.nn.Linear]) -> Iterator[st
             yield f"{name} is {list(tensor.shape)}, and the layer has {features} features there"
 
 
-def open_transformer(folder: Path, base: Checkpoint) -> Checkpoint:
+def open_transformer(folder: Path, base: PretrainedModel) -> PretrainedModel:
     """What a run that trained all weights left: a checkpoint in which a transformer is, and nothing else.
 
     Raises:
@@ -65,7 +65,7 @@ def open_transformer(folder: Path, base: Checkpoint) -> Checkpoint:
             found="an adapter" if is_adapter else None,
             hint="give it as --lora" if is_adapter else "give a checkpoint of a run that trained all weights",
         )
-    trained = Checkpoint(folder, base.family)
+    trained = PretrainedModel(folder, base.family)
     theirs, ours = (read_json(part.component("transformer") / "config.json") for part in (trained, base))
     for name in ("in_channels", "out_channels", "joint_attention_dim"):
         if theirs.get(name) != ours.get(name):

@@ -13,13 +13,13 @@ from accelerate.utils import broadcast_object_list
 from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import UsageError
-from qie.pretrained import Checkpoint
+from qie.pretrained import PretrainedModel
 from qie.training.budget import explained_memory, plan_memory, tell_memory
 from qie.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers
 from qie.training.journal import Journal, Listener
 from qie.training.lock import locked, require_folder
 from qie.training.reporting import Reporter
-from qie.training.run import Painter, Run
+from qie.training.run import Predictor, Run
 from qie.training.stopping import stop_requested
 
 
@@ -34,19 +34,19 @@ class Outcome:
 
 def train(
     config: Config,
-    checkpoint: Checkpoint,
+    pretrained: PretrainedModel,
     stream: Stream,
     accelerator: Accelerator,
     *,
     resume: str | None = None,
-    paint: Painter | None = None,
+    paint: Predictor | None = None,
     listener: Listener | None = None,
 ) -> Outcome:
     """Train until `train.max_steps` or `train.epochs`. SIGINT and SIGTERM end the run after the current step, saved.
 
     Args:
         config: every section but data and cache, which made the stream.
-        checkpoint: the base model.
+        pretrained: the base model.
         stream: this process's batches.
         accelerator: device, precision and process group.
         resume: a checkpoint folder, or "latest"; the run goes on as if it had never stopped.
@@ -65,10 +65,10 @@ def train(
         start = broadcast_object_list([find_start(resume, output_dir) if main else None])[0]
         if main:
             remove_leftovers(output_dir)
-        setup = plan_memory(config, checkpoint, stream, accelerator)
+        setup = plan_memory(config, pretrained, stream, accelerator)
         tell_memory(setup, accelerator.device, listener.say)
         with explained_memory(setup):
-            run = Run(config, checkpoint, stream, accelerator, start)
+            run = Run(config, pretrained, stream, accelerator, start)
             for line in unheeded(config, run.steps, masked=stream.samples.masked):
                 listener.say(line)
             listener.start(run.step, run.steps)
@@ -97,10 +97,10 @@ def unheeded(config: Config, steps: int, *, masked: bool) -> Iterator[str]:
         )
 
 
-def _taken(run: Run, saved: Path, paint: Painter | None, listener: Listener) -> Path:
+def _taken(run: Run, saved: Path, paint: Predictor | None, listener: Listener) -> Path:
     """All steps of a run that are left; gives its last checkpoint, which is `saved` if there is none left."""
     train, every = run.config.train, run.config.validation.every
-    reporter = Reporter(run.config, run.checkpoint, run.stream, run.accelerator, resumed=run.step > 0)
+    reporter = Reporter(run.config, run.pretrained, run.stream, run.accelerator, resumed=run.step > 0)
     with (
         Journal(run.config, run.accelerator, listener, run.step) as journal,
         stop_requested(run.accelerator) as stopping,

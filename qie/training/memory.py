@@ -9,7 +9,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 
 from qie.errors import QieError
-from qie.pretrained import Checkpoint, loading, read_json
+from qie.pretrained import PretrainedModel, loading, read_json
 from qie.training.blocks import checkpointed_blocks
 from qie.training.flops import Architecture
 
@@ -58,9 +58,9 @@ class Parameters:
         )
 
 
-def empty_transformer(checkpoint: Checkpoint) -> QwenImageTransformer2DModel:
-    """The checkpoint's transformer without its weights, on the meta device, frozen. Adapters can be added to it."""
-    folder = checkpoint.component("transformer")
+def empty_transformer(pretrained: PretrainedModel) -> QwenImageTransformer2DModel:
+    """The model's transformer without its weights, on the meta device, frozen. Adapters can be added to it."""
+    folder = pretrained.component("transformer")
     config = read_json(folder / "config.json")
     with loading(folder), torch.device("meta"):
         return QwenImageTransformer2DModel.from_config(config).requires_grad_(False)

@@ -10,23 +10,23 @@ from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DMod
 from diffusers.models.attention_dispatch import AttentionBackendName
 
 from qie.errors import ConfigError
-from qie.pretrained import Checkpoint, loading
+from qie.pretrained import PretrainedModel, loading
 from qie.training.quantize import Quantization, is_quantized, quantize_blocks
 from qie.types import Batch
 
 
 def load_transformer(
-    checkpoint: Checkpoint,
+    pretrained: PretrainedModel,
     dtype: torch.dtype,
     *,
     quantize: Quantization | None = None,
     attention_backend: str | None = None,
     device: torch.device | None = None,
 ) -> QwenImageTransformer2DModel:
-    """The checkpoint's transformer, frozen, on the CPU.
+    """The model's transformer, frozen, on the CPU.
 
     Args:
-        checkpoint: with a transformer.
+        pretrained: with a transformer.
         dtype: of the weights; of a quantised layer, that in which it computes.
         quantize: how the blocks' linear layers are stored, see `quantize_blocks`.
         attention_backend: a backend of diffusers that can be trained with; None leaves the choice to diffusers, which
@@ -39,7 +39,7 @@ def load_transformer(
     """
     if attention_backend is not None:
         _check_attention_backend(attention_backend)
-    folder = checkpoint.component("transformer")
+    folder = pretrained.component("transformer")
     with loading(folder):
         transformer = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
     transformer.requires_grad_(False)
@@ -54,16 +54,16 @@ def load_transformer(
     return transformer
 
 
-def load_scheduler(checkpoint: Checkpoint) -> FlowMatchEulerDiscreteScheduler:
-    """The checkpoint's noise schedule."""
-    folder = checkpoint.component("scheduler")
+def load_scheduler(pretrained: PretrainedModel) -> FlowMatchEulerDiscreteScheduler:
+    """The model's noise schedule."""
+    folder = pretrained.component("scheduler")
     with loading(folder):
         return FlowMatchEulerDiscreteScheduler.from_pretrained(folder)
 
 
-def load_shift(checkpoint: Checkpoint) -> dict[str, Any]:
+def load_shift(pretrained: PretrainedModel) -> dict[str, Any]:
     """The scheduler's values for `objective.dynamic_shift`, by its parameter names."""
-    config = load_scheduler(checkpoint).config
+    config = load_scheduler(pretrained).config
     return {
         "base_shift": config.base_shift,
         "max_shift": config.max_shift,

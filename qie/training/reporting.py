@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import QieError
-from qie.pretrained import Checkpoint
+from qie.pretrained import PretrainedModel
 from qie.training.card import RunReport, data_digest, library_versions, public_config, read_run
 from qie.training.checkpoint import checkpoints
 from qie.training.metrics import METRICS_FILE, read_metrics
@@ -27,9 +27,9 @@ class Reporter:
     """
 
     def __init__(
-        self, config: Config, checkpoint: Checkpoint, stream: Stream, accelerator: Accelerator, *, resumed: bool
+        self, config: Config, pretrained: PretrainedModel, stream: Stream, accelerator: Accelerator, *, resumed: bool
     ) -> None:
-        self._config, self._checkpoint, self._stream = config, checkpoint, stream
+        self._config, self._pretrained, self._stream = config, pretrained, stream
         self._devices: Sequence[str] = gather_object([_device_name(accelerator.device)])
         trained = (
             stream.samples.digests[~stream.held_out] if accelerator.is_main_process else stream.samples.digests[:0]
@@ -46,7 +46,7 @@ class Reporter:
         recipe = self._stream.samples.recipe
         return RunReport(
             base_model=self._config.model.pretrained_model_name_or_path,
-            family=self._checkpoint.family.name,
+            family=self._pretrained.family.name,
             config=public_config(self._config),
             recipe=recipe.to_dict(),
             recipe_digest=recipe.digest,

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qie.config import Config
 from qie.errors import QieError, UsageError
-from qie.pretrained import Checkpoint, content_hash
+from qie.pretrained import PretrainedModel, content_hash
 from qie.training.checkpoint import STATE_FILE, explained_damage, read_state
 from qie.training.optimizer import load_named_state
 from qie.training.weights import TensorFiles
@@ -21,7 +21,7 @@ from qie.training.weights import TensorFiles
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 
-def identity(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+def identity(config: Config, pretrained: PretrainedModel) -> dict[str, Any]:
     """What a run that goes on has to have in common with the one that stopped, but for its data: the stream has that.
 
     The rest may change, such as the loss, or how memory is saved.
@@ -30,7 +30,7 @@ def identity(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     model, train = tree["model"], tree["train"]
     lora = model["lora"]
     return {
-        "base model": content_hash(checkpoint.component("transformer")),
+        "base model": content_hash(pretrained.component("transformer")),
         "model.lora": lora and {name: value for name, value in lora.items() if name != "continue_from"},
         "model.adapters": model["adapters"],
         "model.quantize": model["quantize"],

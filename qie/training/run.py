@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import QieError
-from qie.pretrained import Checkpoint
+from qie.pretrained import PretrainedModel
 from qie.training.card import RunReport, read_run, write_card, write_run
 from qie.training.checkpoint import STATE_FILE, checkpoints, explained_damage, publish_checkpoint, remove_old
 from qie.training.feed import Prepared, batches_of, iter_prepared, planned_steps, require_null_prompts
@@ -35,7 +35,7 @@ from qie.training.trainee import Trainee
 from qie.training.validation import Validation, validate
 from qie.training.weights import require_finite
 
-Painter = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
+Predictor = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
 """Paints the images of validation.samples with the model as it is."""
 
 
@@ -44,7 +44,7 @@ class Run:
 
     Args:
         config: every section but data and cache, which made the stream.
-        checkpoint: the base model.
+        pretrained: the base model.
         stream: this process's batches.
         accelerator: device, precision and processes.
         start: a checkpoint folder to go on from.
@@ -59,9 +59,9 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, checkpoint: Checkpoint, stream: Stream, accelerator: Accelerator, start: Path | None
+        self, config: Config, pretrained: PretrainedModel, stream: Stream, accelerator: Accelerator, start: Path | None
     ) -> None:
-        self.config, self.checkpoint, self.stream, self.accelerator = config, checkpoint, stream, accelerator
+        self.config, self.pretrained, self.stream, self.accelerator = config, pretrained, stream, accelerator
         self.step, self._nonfinite = 0, 0
         self.taken = 0
         self._batches = None if config.train.epochs is None else batches_of(stream, config.train.epochs)
@@ -72,12 +72,12 @@ class Run:
         state = Saved.read(start, hashes=main) if start else None
         if start and state:
             require_steps(state, self.steps, start)
-        self._identity = identity(config, checkpoint) if main else {}
+        self._identity = identity(config, pretrained) if main else {}
         if start and state and main:
             require_same(state, self._identity, start)
         self._unproved = start
         dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-        self.trainee = Trainee(checkpoint, config, start, dtype, accelerator.device)
+        self.trainee = Trainee(pretrained, config, start, dtype, accelerator.device)
         self.optimizer = make_optimizer(config.optimizer, list(self.trainee.parameters.values()))
         self.schedule = make_schedule(config.lr_scheduler, self.optimizer, self.steps)
         self._stepper = self.trainee.prepare(accelerator, self.optimizer, start)
@@ -85,7 +85,7 @@ class Run:
             config.loss,
             config.data.caption_dropout_rate,
             config.train.seed,
-            load_shift(checkpoint),
+            load_shift(pretrained),
             accelerator.device,
             dtype,
             config.data.control_dropout_rate,
@@ -189,7 +189,7 @@ class Run:
         with self.trainee.as_used() as model:
             return validate(self.objective, model, self.stream, self.accelerator)
 
-    def paint(self, painter: Painter) -> Sequence[Image.Image]:
+    def paint(self, painter: Predictor) -> Sequence[Image.Image]:
         """The sample images, in the main process. Where the model is spread over processes, all of them take part."""
         main = self.accelerator.is_main_process
         if not main and not self.trainee.sharded:

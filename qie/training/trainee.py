@@ -13,7 +13,7 @@ from diffusers import QwenImageTransformer2DModel
 from torch.distributed.tensor import DTensor
 
 from qie.config import Config
-from qie.pretrained import Checkpoint
+from qie.pretrained import PretrainedModel
 from qie.training.blocks import checkpoint_blocks, compile_blocks
 from qie.training.checkpoint import explained_damage
 from qie.training.ema import Ema
@@ -31,7 +31,7 @@ class Trainee:
     """A transformer in training.
 
     Args:
-        checkpoint: the base model.
+        pretrained: the base model.
         config: its sections model and train.
         start: a checkpoint folder from which its weights are taken; None for a new run.
         dtype: in which it computes.
@@ -43,13 +43,13 @@ class Trainee:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: Config, start: Path | None, dtype: torch.dtype, device: torch.device
+        self, pretrained: PretrainedModel, config: Config, start: Path | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         model, section = config.model, config.train
         trained = getattr(torch, section.trained_dtype)
         if model.lora:
             self.transformer = load_transformer(
-                checkpoint,
+                pretrained,
                 dtype,
                 quantize=model.quantize,
                 attention_backend=model.attention_backend,
@@ -62,11 +62,11 @@ class Trainee:
                 with explained_damage(start, ADAPTER_FILE):
                     load_adapter(self.transformer, start)
         else:
-            source = Checkpoint(start, checkpoint.family) if start else checkpoint
+            source = PretrainedModel(start, pretrained.family) if start else pretrained
             with explained_damage(start, "transformer") if start else nullcontext():
                 self.transformer = load_transformer(source, trained, attention_backend=model.attention_backend)
                 if start:
-                    _require_same_layers(self.transformer, checkpoint, start / "transformer")
+                    _require_same_layers(self.transformer, pretrained, start / "transformer")
             train_everything(self.transformer, trained)
         self._lora = model.lora is not None
         every = int(section.gradient_checkpointing)
@@ -160,7 +160,7 @@ class Trainee:
             fill(averages, read_transformer(folder / "transformer"))
 
 
-def _require_same_layers(transformer: QwenImageTransformer2DModel, base: Checkpoint, folder: Path) -> None:
+def _require_same_layers(transformer: QwenImageTransformer2DModel, base: PretrainedModel, folder: Path) -> None:
     """Raise ValueError unless a transformer is as the base model's, and all of it, finite, stands in its files."""
     expected = {name: value for name, value in empty_transformer(base).config.items() if not name.startswith("_")}
     if other := [name for name in expected if json.dumps(expected[name]) != json.dumps(transformer.config.get(name))]:

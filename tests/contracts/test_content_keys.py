@@ -10,7 +10,7 @@ import torch
 
 from qie.encode import Encoder
 from qie.precompute import precompute
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.recipe import Recipe
 from qie.shards.shard_set import ShardSet
 from qie.types import Row
@@ -75,7 +75,7 @@ def test_blanks_around_a_prompt_are_no_part_of_it(around: str) -> None:
 
 def recipe_of(model: Path) -> Recipe:
     cpu = torch.device("cpu")
-    return Encoder.open(open_checkpoint(str(model)), vae_device=cpu, text_device=cpu).recipe
+    return Encoder.open(open_pretrained(str(model)), vae_device=cpu, text_device=cpu).recipe
 
 
 @pytest.mark.parametrize("file", ["vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"])

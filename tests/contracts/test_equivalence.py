@@ -15,7 +15,7 @@ from qie.data import open_stream
 from qie.data.sources import open_source
 from qie.data.stream import Stream
 from qie.precompute import precompute
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.shards.shard_set import ShardSet
 from qie.streams import Telling, open_training_stream
 from qie.types import Batch
@@ -104,7 +104,7 @@ def test_what_shards_lack_is_encoded_live_and_the_batches_are_those_of_whole_sha
         "data": data | {"order": order, "block_size": 1},
         "validation": {"rows": 1},
     }
-    checkpoint, said = open_checkpoint(str(tiny_edit)), []
+    checkpoint, said = open_pretrained(str(tiny_edit)), []
 
     def training_stream(shards: Path) -> Stream:
         config = Config.model_validate(values | {"cache": {"cache_dir": str(shards)}})
@@ -125,10 +125,10 @@ def test_what_shards_lack_is_encoded_live_and_the_batches_are_those_of_whole_sha
 @pytest.mark.gpu
 def test_on_a_gpu_live_and_cached_batches_agree_bit_for_bit(photos: Path, tiny_edit: Path, tmp_path: Path) -> None:
     from qie.encode import Encoder, EncoderOptions
-    from qie.pretrained import open_checkpoint
+    from qie.pretrained import open_pretrained
 
     gpu = torch.device("cuda:0")
     options = EncoderOptions(areas_px=(16384,))
-    encoder = Encoder.open(open_checkpoint(str(tiny_edit)), vae_device=gpu, text_device=gpu, options=options)
+    encoder = Encoder.open(open_pretrained(str(tiny_edit)), vae_device=gpu, text_device=gpu, options=options)
     assert encoder.recipe.vae_dtype == "bfloat16"
     assert_live_equals_cached(photos, encoder, tmp_path / "shards", batch_size=2)

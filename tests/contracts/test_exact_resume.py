@@ -14,7 +14,7 @@ from qie.data import open_stream
 from qie.data.stream import Stream
 from qie.errors import UsageError
 from qie.precompute import precompute
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.training.journal import Listener
 from qie.training.loop import train
 from tests.stubs import StubEncoder, StubSource
@@ -126,7 +126,7 @@ def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int 
     stream = open_stream(shards, batch_size=2, seed=5, validation_rows=2)
     outcome = train(
         config,
-        open_checkpoint(str(model), components=COMPONENTS),
+        open_pretrained(str(model), components=COMPONENTS),
         stream,
         Accelerator(cpu=True),
         resume="latest" if resume else None,

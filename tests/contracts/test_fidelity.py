@@ -23,8 +23,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from qie.encode.images import show, to_pixels
 from qie.encode.sizes import choose_view
 from qie.encode.text import PromptEncoder
-from qie.predict import Painter
-from qie.pretrained import Checkpoint, open_checkpoint
+from qie.inference import Predictor
+from qie.pretrained import PretrainedModel, open_pretrained
 from qie.recipe import FAMILIES, NULL_PROMPT
 from tests.conftest import AREA_PX
 
@@ -48,7 +48,9 @@ def expected() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def encoders() -> dict[str, PromptEncoder]:
-    return {name: PromptEncoder(Checkpoint(GOLDEN, family), CPU, torch.float32) for name, family in FAMILIES.items()}
+    return {
+        name: PromptEncoder(PretrainedModel(GOLDEN, family), CPU, torch.float32) for name, family in FAMILIES.items()
+    }
 
 
 def resized(image: Image.Image, area_px: int) -> Image.Image:
@@ -172,14 +174,14 @@ def test_painting_equals_the_pipeline_from_the_same_embeddings(
     from qie.encode import Encoder
 
     folder = request.getfixturevalue(f"tiny_{family}")
-    checkpoint = open_checkpoint(str(folder), components=("vae", "transformer", "scheduler"))
+    checkpoint = open_pretrained(str(folder), components=("vae", "transformer", "scheduler"))
     small = request.getfixturevalue("encoder" if family == "edit" else "encoder_plus")
     # The text encoder sees small images, to be quick; the VAE and the transformer see what the pipeline gives them.
     recipe = replace(small.recipe, areas_px=(FAMILIES[family].area_px,), text_area_px=16384)
-    encoder = Encoder(small.checkpoint, recipe, CPU, CPU)
+    encoder = Encoder(small.pretrained, recipe, CPU, CPU)
     encoder.__dict__["text"] = small.text
     images = [Image.open(GOLDEN / name).convert("RGB") for name in ("chelsea.png", "coffee.png")][:count]
-    painter = Painter(checkpoint, encoder, vae_device=CPU, transformer_device=CPU, dtype=torch.float32)
+    painter = Predictor(checkpoint, encoder, vae_device=CPU, transformer_device=CPU, dtype=torch.float32)
     painted = painter.paint(images, "make it night", steps=2, cfg=cfg, seed=7)
 
     embeds = [encoder.embed(images, prompt)[None] for prompt in ("make it night", NULL_PROMPT)]

@@ -17,7 +17,7 @@ LAYERS = [
     ["shards"],
     ["data", "encode"],
     ["precompute", "training"],
-    ["predict", "stats"],
+    ["inference", "stats"],
     ["opening", "report"],
     ["streams"],
     ["legacy"],

@@ -20,7 +20,7 @@ from qie.cli import stats
 from qie.cli.assemble import save_image
 from qie.errors import QieError, ShardError, UsageError, shown
 from qie.paths import open_own
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.shards.cache import ShardCache
 from qie.shards.index import Skipped, read_index
 from qie.shards.reader import Shard
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_brings_code_is_refused_and_nobody_is_asked(
     path.write_text(json.dumps(before | values | {"tokenizer_class": "Ours"}))
     (path.parent / "ours.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(UsageError, match="asks for code") as caught:
-        open_checkpoint(str(tmp_path / "model"))
+        open_pretrained(str(tmp_path / "model"))
     assert caught.value.where == path
     assert not (tmp_path / "ran").exists()
 

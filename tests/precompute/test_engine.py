@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.variants import Versions
+from qie.data.variants import Variants
 from qie.errors import RecipeMismatchError, RowError, ShardError, UsageError
 from qie.precompute import Report, Settings, engine, precompute
 from qie.shards.reader import Shard
@@ -573,15 +573,15 @@ def test_a_shard_that_another_run_replaced_while_its_rows_were_compared_is_looke
 def test_the_reports_numbers_add_up_all_the_way(tmp_path: Path, variants: int) -> None:
     source = StubSource.of(30).changed(3, target=b"broken").changed(9, target=b"missing")
     source = StubSource(tuple(replace(row, more_prompts=(f"{row.prompt} b", f"{row.prompt} c")) for row in source.rows))
-    run(source, tmp_path / "out", rows=(8, 16), versions=Versions(variants))
+    run(source, tmp_path / "out", rows=(8, 16), variants=Variants(variants))
     seen: list[tuple[int, ...]] = []
 
     def follow(report: Report) -> None:
         seen.append((report.rows, report.encoded, report.reused, len(report.skipped), report.shards_written))
 
-    report, encoded = run(source, tmp_path / "out", versions=Versions(variants), progress=follow)
+    report, encoded = run(source, tmp_path / "out", variants=Variants(variants), progress=follow)
     assert (report.rows, report.shards_busy) == (30, 0)
-    # A row that cannot even be read has no versions.
+    # A row that cannot even be read has no variants.
     assert report.encoded + report.reused + len(report.skipped) == variants * 29 + 1
     assert (report.encoded, len(encoded)) == (21 * variants, 21 * variants)
     assert len(report.skipped) == variants + 1

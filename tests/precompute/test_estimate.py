@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.variants import Versions
+from qie.data.variants import Variants
 from qie.errors import RecipeMismatchError
 from qie.precompute import Settings, precompute
 from qie.precompute.estimate import Estimate, estimate
@@ -37,15 +37,15 @@ def written(source: StubSource, folder: Path, **settings) -> tuple[Counter, int]
     return shapes, sum(member.size for shard in shards for member in shard.index.files.values())
 
 
-@pytest.mark.parametrize("variants", [1, 2, 3])
-def test_shapes_skipped_rows_and_bytes_are_those_of_the_run(tmp_path: Path, variants: int) -> None:
-    source, versions = captioned(SOURCE), Versions(variants)
-    found = look(source, tmp_path / "out", versions=versions)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_shapes_skipped_rows_and_bytes_are_those_of_the_run(tmp_path: Path, count: int) -> None:
+    source, variants = captioned(SOURCE), Variants(count)
+    found = look(source, tmp_path / "out", variants=variants)
     assert not (tmp_path / "out").exists()
-    shapes, size = written(source, tmp_path / "out", versions=versions)
+    shapes, size = written(source, tmp_path / "out", variants=variants)
     assert found.rows == 40
     assert found.shapes == found.fresh == shapes
-    assert len(found.skipped) == variants + 1
+    assert len(found.skipped) == count + 1
     assert {(gone.row, gone.reason) for gone in found.skipped} == {
         (7, "the target is damaged: broken"),
         (20, "no control image"),

@@ -12,28 +12,28 @@ import pytest
 import torch
 
 from qie.data.sources import open_source
-from qie.data.variants import Versions
+from qie.data.variants import Variants
 from qie.encode import Encoder, EncoderOptions
 from qie.precompute import Settings, precompute
 from qie.precompute.engine import DEPTH, READERS
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.types import Row
 from tests.conftest import AREA_PX
 from tests.stubs import StubEncoder, StubSource
 
 
-class Counting(Versions):
+class Counting(Variants):
     """Counts the rows on their way that somebody still holds."""
 
     held = most = 0
     lock = threading.RLock()  # a row may be let go of while another one is counted
 
     def of(self, row: Row) -> list[Row]:
-        versions = super().of(row)
-        for version in versions:
+        variants = super().of(row)
+        for variant in variants:
             self.note(1)
-            weakref.finalize(version, self.note, -1)
-        return versions
+            weakref.finalize(variant, self.note, -1)
+        return variants
 
     @classmethod
     def note(cls, more: int) -> None:
@@ -45,7 +45,7 @@ class Counting(Versions):
 @pytest.mark.parametrize("count", [300, 3000])
 def test_as_many_rows_are_held_however_many_there_are(tmp_path: Path, count: int) -> None:
     Counting.held = Counting.most = 0
-    settings = Settings(versions=Counting())
+    settings = Settings(variants=Counting())
     precompute(StubSource.of(count), StubEncoder(), tmp_path, rows=(0, count), shard_size=64, settings=settings)
     # Six stages hold one each, the readers more; and there is a queue before each, and behind the last.
     assert READERS < Counting.most <= 7 * (DEPTH + 1) + READERS
@@ -67,7 +67,7 @@ def test_the_text_encoders_weights_are_pages_of_their_file_that_all_processes_sh
 ) -> None:
     """Two workers on one host, or eight, hold them once: nothing is copied, and nothing is written to the pages."""
     cpu = torch.device("cpu")
-    checkpoint = open_checkpoint(str(tiny_edit))
+    checkpoint = open_pretrained(str(tiny_edit))
     encoder = Encoder.open(checkpoint, vae_device=cpu, text_device=cpu, options=EncoderOptions(areas_px=(AREA_PX,)))
     encoder.encode(open_source(photos).read(0))
     mapped = list(mappings(checkpoint.component("text_encoder")))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from qie.cli.paintings import Painting, check_paintings, numbered, parse_lora, parse_size, read_batch
+from qie.cli.paintings import Request, check_paintings, numbered, parse_lora, parse_size, read_batch
 from qie.errors import QieError, UsageError
 from qie.training.lora_file import ADAPTER_FILE
 
@@ -19,7 +19,7 @@ def batch(tmp_path: Path):
     for name in ("a", "b"):
         Image.new("RGB", (32, 32), "teal").save(tmp_path / f"{name}.png")
 
-    def read(*lines: object, count: int = 1) -> list[Painting]:
+    def read(*lines: object, count: int = 1) -> list[Request]:
         text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
         (tmp_path / "batch.jsonl").write_text(text)
         return read_batch(tmp_path / "batch.jsonl", negative_prompt="dull", seed=3, count=count)
@@ -34,7 +34,7 @@ def test_a_line_is_as_the_options_where_it_says_nothing_else(batch, tmp_path: Pa
     several = {"images": ["a.png", "b.png"], "prompt": "x", "negative_prompt": "", "seed": 9, "output": "two.png"}
     first, second = batch(GOOD, "", several)
     place = tmp_path / "batch.jsonl"
-    assert first == Painting(
+    assert first == Request(
         (str(tmp_path / "a.png"),), "make it night", "dull", 3, (tmp_path / "out.png",), f"{place}, line 1"
     )
     assert (second.negative_prompt, second.seed, second.where) == ("", 9, f"{place}, line 3")

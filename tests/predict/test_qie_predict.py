@@ -14,14 +14,14 @@ from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import qie.predict
+import qie.inference
 from qie.cli import assemble, predict
 from qie.cli.samples import open_samples
 from qie.config import AdapterConfig, load_config
 from qie.encode.scene import Scene
 from qie.errors import QieError, RowError
-from qie.predict import Painter
-from qie.pretrained import open_checkpoint
+from qie.inference import Predictor
+from qie.pretrained import open_pretrained
 from qie.training.lora import add_frozen_adapters, save_adapter
 from qie.training.lora_file import ADAPTER_FILE
 from qie.training.weights import save_transformer
@@ -99,8 +99,8 @@ def test_guidance_a_size_and_scaled_loras_paint_what_diffusers_paints_with_them(
     controls = images[: 1 if family == "edit" else 2]
     write_config(tmp_path / "config.yaml", folder)
     scenes = []
-    embed = qie.predict.embed_scene
-    monkeypatch.setattr(qie.predict, "embed_scene", lambda *given: scenes.append(embed(*given)) or scenes[-1])
+    embed = qie.inference.embed_scene
+    monkeypatch.setattr(qie.inference, "embed_scene", lambda *given: scenes.append(embed(*given)) or scenes[-1])
     words = ["--config", tmp_path / "config.yaml", "--prompt", PROMPT, "--negative-prompt", "dull", "--output"]
     words += [tmp_path / "out.png", "--size", "96x144", "--cfg", 3, "--steps", 2, "--seed", 7]
     words += [word for control in controls for word in ("--image", control)]
@@ -109,7 +109,7 @@ def test_guidance_a_size_and_scaled_loras_paint_what_diffusers_paints_with_them(
     assert result.exit_code == 0, result.output
 
     parts = dict.fromkeys(("text_encoder", "tokenizer", "processor"))
-    kind = open_checkpoint(str(folder)).family.pipeline
+    kind = open_pretrained(str(folder)).family.pipeline
     pipe = getattr(diffusers, kind)(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
         vae=diffusers.AutoencoderKLQwenImage.from_pretrained(folder / "vae"),
@@ -229,9 +229,9 @@ def test_a_batch_paints_what_its_lines_paint_alone_and_loads_each_model_once(
     ]
     events = []
     for name in ("load_transformer", "free", "embed_scene"):
-        original = getattr(qie.predict, name)
+        original = getattr(qie.inference, name)
         wrapped = lambda *given, name=name, original=original: events.append(name) or original(*given)  # noqa: E731
-        monkeypatch.setattr(qie.predict, name, wrapped)
+        monkeypatch.setattr(qie.inference, name, wrapped)
     result = paint("--batch", write_batch(tmp_path, *lines), "--seed", 2, single=False)
     assert events == ["embed_scene", "embed_scene", "free", "load_transformer"]
     assert [line.split(": ")[0] for line in result.stdout.splitlines()] == [
@@ -264,7 +264,7 @@ def test_what_is_painted_stays_when_a_later_line_fails(paint, images, tmp_path: 
 def test_a_line_that_cannot_be_embedded_is_named_before_the_transformer_is_loaded(
     paint, images, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(qie.predict, "load_transformer", None)
+    monkeypatch.setattr(qie.inference, "load_transformer", None)
     lines = [{"image": str(images[0]), "prompt": PROMPT, "output": "a.png"}]
     lines += [lines[0] | {"prompt": "word and " * 1000, "output": "b.png"}]
     batch = write_batch(tmp_path, *lines)
@@ -299,8 +299,8 @@ def test_an_interrupted_run_leaves_no_half_file_and_the_former_one(paint, tmp_pa
 def test_a_lora_of_another_model_is_refused_by_layer_and_shape_before_weights_are_read(
     paint, loras, tmp_path: Path, monkeypatch, change, words
 ) -> None:
-    monkeypatch.setattr(qie.predict, "load_transformer", None)
-    monkeypatch.setattr(qie.predict, "embed_scene", None)
+    monkeypatch.setattr(qie.inference, "load_transformer", None)
+    monkeypatch.setattr(qie.inference, "embed_scene", None)
     changed = dict(change(*entry) for entry in load_file(loras["first"] / ADAPTER_FILE).items())
     save_file(changed, tmp_path / "other.safetensors")
     message = paint("--lora", tmp_path / "other.safetensors", code=2).stderr
@@ -331,10 +331,10 @@ def test_options_that_contradict_or_lack_each_other_are_refused(paint, tmp_path:
 def test_a_prompt_that_fits_but_for_the_size_is_refused(monkeypatch) -> None:
     """The transformer's text positions begin behind half the larger side: 4096 − 8192 / 32 are left."""
     cpu = torch.device("cpu")
-    painter = Painter(None, None, vae_device=cpu, transformer_device=cpu, dtype=torch.float32)
+    painter = Predictor(None, None, vae_device=cpu, transformer_device=cpu, dtype=torch.float32)
     for length, negative in ((3841, None), (5, 3841), (3840, 3840)):
         texts = [None if count is None else torch.zeros(count, 8) for count in (length, negative)]
-        monkeypatch.setattr(qie.predict, "embed_scene", lambda *_, texts=texts: Scene((), AREA_PX, *texts))
+        monkeypatch.setattr(qie.inference, "embed_scene", lambda *_, texts=texts: Scene((), AREA_PX, *texts))
         painter.embed([], PROMPT, None)
         if 3841 not in (length, negative):
             assert painter.embed([], PROMPT, None, (8192, 16)).prompt is texts[0]

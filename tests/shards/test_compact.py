@@ -26,7 +26,7 @@ from qie.shards.table import COLUMNS
 from qie.stores import File, Folder, LocalFolder, open_folder
 from qie.stores.objects import ObjectFolder
 from qie.types import Sample
-from tests.builders import assert_same, make_recipe, make_sample, plant_shard, write_shard, write_versions
+from tests.builders import assert_same, make_recipe, make_sample, plant_shard, write_shard, write_variants
 from tests.s3 import S3, without_clouds
 from tests.stores.servers import Ranged, serving
 
@@ -43,16 +43,16 @@ LAYOUTS = {
     "no samples in the first shard": [["-"], ["a", "b"], ["c"]],
     "no samples in a shard between": [["a"], ["-", "-"], ["-"], ["c"]],
     "no samples in the last shards": [["a"], ["c"], ["-"], ["-"]],
-    "versions": [["ab-", "c"], ["-d", "abc", "--"]],
+    "variants": [["ab-", "c"], ["-d", "abc", "--"]],
     "equal rows": [["a", "a"], ["aa", "a"]],
 }
 
 
 def write(folder: Folder | Path, layout: list[list[str]], source: str = "") -> None:
-    """Shards of rows, each spelled as its versions; "-" is one that is skipped."""
+    """Shards of rows, each spelled as its variants; "-" is one that is skipped."""
     start = 0
     for rows in layout:
-        write_versions(folder, [[LETTERS.get(one) for one in row] for row in rows], start=start, source=source)
+        write_variants(folder, [[LETTERS.get(one) for one in row] for row in rows], start=start, source=source)
         start += len(rows)
 
 
@@ -129,7 +129,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    write(tmp_path, LAYOUTS["versions"], source="naïve 日本")
+    write(tmp_path, LAYOUTS["variants"], source="naïve 日本")
     made = compacted(LocalFolder(tmp_path))
 
     file = write_compact(LocalFolder(tmp_path), made)
@@ -225,8 +225,8 @@ def test_with_it_no_index_of_a_shard_is_read(folder: Path, reads: list[str]) -> 
 
 
 def test_with_it_several_sources_stay_apart(tmp_path: Path) -> None:
-    write_versions(tmp_path, [[LETTERS["a"]], [LETTERS["b"]]], source="x")
-    write_versions(tmp_path, [[LETTERS["c"]], [LETTERS["d"]]], start=2, source="y")
+    write_variants(tmp_path, [[LETTERS["a"]], [LETTERS["b"]]], source="x")
+    write_variants(tmp_path, [[LETTERS["c"]], [LETTERS["d"]]], start=2, source="y")
 
     assert_compacting_changes_nothing([tmp_path], [tmp_path])
     columns = ShardSet.open([tmp_path]).columns
@@ -236,7 +236,7 @@ def test_with_it_several_sources_stay_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("have", [["one"], ["two"], ["one", "two"]], ids=" and ".join)
 def test_of_several_folders_any_may_have_one(tmp_path: Path, have: list[str]) -> None:
     write(tmp_path / "one", LAYOUTS["no samples in the last shards"], source="x")
-    write(tmp_path / "two", LAYOUTS["versions"], source="y")
+    write(tmp_path / "two", LAYOUTS["variants"], source="y")
 
     places: list[str | Path] = [tmp_path / "two", tmp_path / "one"]
     assert_compacting_changes_nothing(places, [tmp_path / name for name in have])
@@ -444,7 +444,7 @@ def test_stamps_of_another_day_are_worth_nothing(folder: Path, reads: list[str])
 
 
 def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path) -> None:
-    write(tmp_path, LAYOUTS["versions"], source="x")
+    write(tmp_path, LAYOUTS["variants"], source="x")
     path, folder = compact(tmp_path).path, LocalFolder(tmp_path)
     assert path is not None
     sound, content = compacted(folder), path.read_bytes()

@@ -98,7 +98,7 @@ def test_an_entry_says_what_its_row_and_its_sample_say() -> None:
     assert (entry.clipped, entry.notes) == (2, ("only the first frame is used",))
 
 
-def test_an_index_from_before_sources_and_versions_is_read(tmp_path: Path) -> None:
+def test_an_index_from_before_sources_and_variants_is_read(tmp_path: Path) -> None:
     values = json.loads(without_own_hash(make_index().to_json()))
     for one in values["samples"] + values["skipped"]:
         del one["source"], one["variant"]
@@ -309,7 +309,7 @@ def test_a_row_that_is_in_neither_list_is_refused(tmp_path: Path) -> None:
     error = changed(tmp_path, lambda values: values["skipped"].clear())
 
     assert error.what == "the rows of the index do not add up"
-    assert error.expected == "each of [8, 12), its versions from 0"
+    assert error.expected == "each of [8, 12), its variants from 0"
 
 
 def test_a_row_that_is_in_both_lists_is_refused(tmp_path: Path) -> None:
@@ -384,11 +384,11 @@ def test_a_member_without_a_sample_is_refused(tmp_path: Path) -> None:
     assert error.found == ["extra"]
 
 
-# Several versions of a row
+# Several variants of a row
 
 
-def make_versions(*found: str | tuple[int, int], start: int = 8, stop: int = 12) -> ShardIndex:
-    """An index of rows by (row, version); `str` is a skipped one, such as "9.1"."""
+def make_variants(*found: str | tuple[int, int], start: int = 8, stop: int = 12) -> ShardIndex:
+    """An index of rows by (row, variant); `str` is a skipped one, such as "9.1"."""
     sample = make_sample(0)
     entries = [replace(make_entry(sample, one[0]), variant=one[1]) for one in found if isinstance(one, tuple)]
     gone = [tuple(map(int, one.split("."))) for one in found if isinstance(one, str)]
@@ -408,14 +408,14 @@ SOUND_VERSIONS: dict[str, list[str | tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("found", SOUND_VERSIONS.values(), ids=SOUND_VERSIONS)
-def test_versions_of_a_row_survive_their_file(tmp_path: Path, found: list[str | tuple[int, int]]) -> None:
-    index = make_versions(*found)
+def test_variants_of_a_row_survive_their_file(tmp_path: Path, found: list[str | tuple[int, int]]) -> None:
+    index = make_variants(*found)
 
     assert read_index(write(tmp_path, index.to_json())) == index
 
 
-def test_accounts_are_all_versions_of_all_rows_in_order() -> None:
-    index = make_versions((10, 1), (8, 0), (10, 0), (11, 0), "10.2", "9.0", "8.1")
+def test_accounts_are_all_variants_of_all_rows_in_order() -> None:
+    index = make_variants((10, 1), (8, 0), (10, 0), (11, 0), "10.2", "9.0", "8.1")
 
     found = [(type(one).__name__, one.row, one.variant) for one in index.accounts]
 
@@ -442,24 +442,24 @@ BROKEN_VERSIONS: dict[str, list[str | tuple[int, int]]] = {
     "a missing row": [(8, 0), (8, 1), (10, 0), (11, 0)],
     "a missing first row": [(9, 0), (9, 1), (10, 0), (11, 0)],
     "a missing last row": [(8, 0), (9, 0), (10, 0), (10, 1)],
-    "versions of a row before": [(7, 0), (7, 1), (8, 0), (9, 0), (10, 0), (11, 0)],
-    "versions of a row behind": [(8, 0), (9, 0), (10, 0), (11, 0), (12, 0), (12, 1)],
-    "a later version of a row behind": [(8, 0), (9, 0), (10, 0), (11, 0), (12, 1)],
+    "variants of a row before": [(7, 0), (7, 1), (8, 0), (9, 0), (10, 0), (11, 0)],
+    "variants of a row behind": [(8, 0), (9, 0), (10, 0), (11, 0), (12, 0), (12, 1)],
+    "a later variant of a row behind": [(8, 0), (9, 0), (10, 0), (11, 0), (12, 1)],
     "a row behind in place of one": [(8, 0), (9, 0), (10, 0), "12.0"],
     "none at all": [],
 }
 
 
 @pytest.mark.parametrize("found", BROKEN_VERSIONS.values(), ids=BROKEN_VERSIONS)
-def test_versions_that_do_not_add_up_are_refused(tmp_path: Path, found: list[str | tuple[int, int]]) -> None:
-    error = refused(write(tmp_path, make_versions(*found).to_json()))
+def test_variants_that_do_not_add_up_are_refused(tmp_path: Path, found: list[str | tuple[int, int]]) -> None:
+    error = refused(write(tmp_path, make_variants(*found).to_json()))
 
     assert error.what == "the rows of the index do not add up"
 
 
 @pytest.mark.parametrize("value", [None, "0", 0.0, True, -1, 2**64, []], ids=str)
 @pytest.mark.parametrize("part", ["samples", "skipped"])
-def test_a_version_that_is_no_whole_number_is_refused(tmp_path: Path, part: str, value: object) -> None:
+def test_a_variant_that_is_no_whole_number_is_refused(tmp_path: Path, part: str, value: object) -> None:
     found = changed(tmp_path, lambda values: values[part][0].update(variant=value)).found
 
     assert str(found).startswith(f"{part}.0.variant: ")

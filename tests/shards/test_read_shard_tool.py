@@ -32,7 +32,7 @@ from tests.builders import (
     rewrite_index,
     split_record,
     write_shard,
-    write_versions,
+    write_variants,
 )
 
 TOOL = ROOT / "tools" / "read_shard.py"
@@ -93,14 +93,14 @@ def test_it_needs_no_package_to_list_a_shard(tar: Path) -> None:
 
 
 @pytest.fixture
-def versions(tmp_path: Path) -> Path:
-    """Rows 0 to 2 of source mine: two versions, of which the first is skipped; three, two of them equal; one."""
-    write_versions(tmp_path, [[None, RICH], [PLAIN, RICH, PLAIN], [PLAIN]], source="mine")
+def variants(tmp_path: Path) -> Path:
+    """Rows 0 to 2 of source mine: two variants, of which the first is skipped; three, two of them equal; one."""
+    write_variants(tmp_path, [[None, RICH], [PLAIN, RICH, PLAIN], [PLAIN]], source="mine")
     return tmp_path / "00000000-00000003.tar"
 
 
-def test_it_lists_the_versions_of_a_row(versions: Path) -> None:
-    result = run(versions)
+def test_it_lists_the_variants_of_a_row(variants: Path) -> None:
+    result = run(variants)
 
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
@@ -115,23 +115,23 @@ def test_it_lists_the_versions_of_a_row(versions: Path) -> None:
     ]
 
 
-def test_versions_of_a_row_in_another_order_are_a_fault(versions: Path) -> None:
-    rewrite(versions, lambda values: values["samples"].insert(1, values["samples"].pop(2)))
+def test_variants_of_a_row_in_another_order_are_a_fault(variants: Path) -> None:
+    rewrite(variants, lambda values: values["samples"].insert(1, values["samples"].pop(2)))
 
-    assert faults(versions) == [
-        "index: order of rows and versions in samples: [(0, 1), (1, 1), (1, 0), (1, 2), (2, 0)] "
+    assert faults(variants) == [
+        "index: order of rows and variants in samples: [(0, 1), (1, 1), (1, 0), (1, 2), (2, 0)] "
         "where [(0, 1), (1, 0), (1, 1), (1, 2), (2, 0)] is due"
     ]
 
 
-def test_a_fault_in_the_record_of_a_version_names_the_version(versions: Path) -> None:
-    rewrite(versions, lambda values: values["samples"][2].update(clipped=0))
+def test_a_fault_in_the_record_of_a_variant_names_the_version(variants: Path) -> None:
+    rewrite(variants, lambda values: values["samples"][2].update(clipped=0))
 
-    assert faults(versions) == ["row 1.1: clipped: 3 where 0 is due"]
+    assert faults(variants) == ["row 1.1: clipped: 3 where 0 is due"]
 
 
 @pytest.mark.parametrize("missing", [["source", "variant"], ["source"], ["variant"]], ids=" and ".join)
-def test_it_accepts_an_index_from_before_sources_and_versions(tar: Path, missing: list[str]) -> None:
+def test_it_accepts_an_index_from_before_sources_and_variants(tar: Path, missing: list[str]) -> None:
     expected = run(tar).stdout
 
     def strip(values: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def test_it_accepts_an_index_from_before_sources_and_versions(tar: Path, missing
     assert (result.returncode, result.stderr, result.stdout) == (0, "", expected)
 
 
-# What the rows and versions become, and whether that is still an index. They were: of the skipped one (0, 0), of the
+# What the rows and variants become, and whether that is still an index. They were: of the skipped one (0, 0), of the
 # samples (0, 1), (1, 0), (1, 1), (1, 2), (2, 0).
 RENUMBERED: dict[str, tuple[list[tuple[int, int]], bool]] = {
     "as it is": ([(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0)], True),
@@ -159,29 +159,29 @@ RENUMBERED: dict[str, tuple[list[tuple[int, int]], bool]] = {
     "one row's for another's": ([(0, 0), (0, 0), (1, 1), (1, 2), (1, 3), (2, 0)], False),
     "a row missing": ([(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (2, 0)], False),
     "a row behind": ([(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)], False),
-    "a version of a row behind": ([(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 1)], False),
+    "a variant of a row behind": ([(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 1)], False),
     "a row before": ([(-1, 0), (0, 0), (1, 0), (1, 1), (1, 2), (2, 0)], False),
-    "a version before": ([(0, 0), (0, 1), (1, -1), (1, 0), (1, 1), (2, 0)], False),
+    "a variant before": ([(0, 0), (0, 1), (1, -1), (1, 0), (1, 1), (2, 0)], False),
 }
 
 
 @pytest.mark.parametrize(("numbers", "sound"), RENUMBERED.values(), ids=RENUMBERED)
-def test_it_and_qie_accept_the_same_versions(versions: Path, numbers: list[tuple[int, int]], sound: bool) -> None:
+def test_it_and_qie_accept_the_same_variants(variants: Path, numbers: list[tuple[int, int]], sound: bool) -> None:
     def renumber(values: dict[str, Any]) -> None:
         for one, (row, variant) in zip(values["skipped"] + values["samples"], numbers, strict=True):
             one.update(row=row, variant=variant)
 
-    rewrite(versions, renumber)
+    rewrite(variants, renumber)
 
-    result = run(versions)
+    result = run(variants)
 
     assert result.returncode == (0 if sound else 1), result.stderr
     if sound:
-        assert len(read_index(versions.with_suffix(".json")).accounts) == 6
+        assert len(read_index(variants.with_suffix(".json")).accounts) == 6
     else:
         assert result.stderr.startswith("index: ")
         with pytest.raises(ShardError):
-            read_index(versions.with_suffix(".json"))
+            read_index(variants.with_suffix(".json"))
 
 
 def test_it_lists_a_shard_whose_rows_are_all_skipped(tmp_path: Path) -> None:
@@ -356,16 +356,16 @@ INDEX_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "row gone": (lambda v: v["skipped"].clear(), "index: its rows are not each of [0, 4)"),
     "row in place of another": (lambda v: v["skipped"][0].update(row=3), "index: its rows are not each of [0, 4)"),
     "row outside": (lambda v: v["samples"][2].update(row=4), "index: its rows are not each of [0, 4)"),
-    "row twice": (lambda v: v["skipped"].append(v["skipped"][0]), "index: the versions of its rows are not numbered "),
-    "no version 0": (lambda v: v["skipped"][0].update(variant=1), "index: the versions of its rows are not numbered "),
+    "row twice": (lambda v: v["skipped"].append(v["skipped"][0]), "index: the variants of its rows are not numbered "),
+    "no variant 0": (lambda v: v["skipped"][0].update(variant=1), "index: the variants of its rows are not numbered "),
     "row no number": (lambda v: v["samples"][0].update(row="0"), "index: types in row 0: "),
-    "version no number": (lambda v: v["samples"][0].update(variant=False), "index: types in row 0: "),
+    "variant no number": (lambda v: v["samples"][0].update(variant=False), "index: types in row 0: "),
     "source no name": (lambda v: v["samples"][1].update(source=None), "index: types in row 1: "),
     "own hash": (lambda v: v.update(this_sha256="0" * 64), "index: its own sha256: '0000000000000000"),
     "unknown field": (lambda v: v["skipped"][0].update(colour=1), "index: fields of row 2: "),
     "order": (
         lambda v: v["samples"].reverse(),
-        "index: order of rows and versions in samples: [(3, 0), (1, 0), (0, 0)] where [(0, 0), (1, 0), (3, 0)] is due",
+        "index: order of rows and variants in samples: [(3, 0), (1, 0), (0, 0)] where [(0, 0), (1, 0), (3, 0)] is due",
     ),
     "field gone": (lambda v: v["samples"][1].pop("tokens"), "index: fields of row 1: "),
     "file gone": (lambda v: v["files"].pop(FILE), "index: names of files, by samples: "),

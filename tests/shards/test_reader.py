@@ -32,7 +32,7 @@ from tests.builders import (
     rewrite_index,
     without_own_hash,
     write_shard,
-    write_versions,
+    write_variants,
 )
 from tests.s3 import S3
 
@@ -258,7 +258,7 @@ def _outcomes(path: Path) -> set[type]:
 
 
 def letters_of(layout: list[str]) -> list[list[Sample | None]]:
-    """The samples of rows, each spelled as its versions; "-" is a version that is skipped."""
+    """The samples of rows, each spelled as its variants; "-" is a variant that is skipped."""
     known = {letter: make_sample(ord(letter)) for letter in "abcdef"}
     return [[known.get(letter) for letter in row] for row in layout]
 
@@ -426,20 +426,20 @@ def test_skipped_rows_keep_their_reasons(tmp_path: Path) -> None:
     assert ShardSet.open([tmp_path]).skipped == [make_skipped(1, "no control image")]
 
 
-# Several versions of a row
+# Several variants of a row
 
 VERSIONS = {
     "one each": (["a", "b", "c"], [0, 1, 2]),
     "several": (["abc", "d", "ef"], [0, 0, 0, 3, 4, 4]),
     "some skipped": (["-ab", "c-", "--", "d-e"], [0, 0, 2, 3, 3]),
-    "equal versions": (["aa", "ba", "ab"], [0, 0, 2, 2, 4, 4]),
+    "equal variants": (["aa", "ba", "ab"], [0, 0, 2, 2, 4, 4]),
     "equal rows": (["a", "a", "a"], [0, 1, 2]),
 }
 
 
 @pytest.mark.parametrize(("layout", "expected"), VERSIONS.values(), ids=VERSIONS)
-def test_the_versions_of_a_row_have_one_number(tmp_path: Path, layout: list[str], expected: list[int]) -> None:
-    write_versions(tmp_path, letters_of(layout))
+def test_the_variants_of_a_row_have_one_number(tmp_path: Path, layout: list[str], expected: list[int]) -> None:
+    write_variants(tmp_path, letters_of(layout))
 
     shards = ShardSet.open([tmp_path])
 
@@ -453,14 +453,14 @@ def test_the_versions_of_a_row_have_one_number(tmp_path: Path, layout: list[str]
     ]
 
 
-def test_every_version_of_a_row_is_loaded_by_its_position(tmp_path: Path) -> None:
+def test_every_variant_of_a_row_is_loaded_by_its_position(tmp_path: Path) -> None:
     rows = letters_of(["ab", "-c", "d", "aef"])
-    write_versions(tmp_path, rows[:2])
-    write_versions(tmp_path, rows[2:], start=2)
+    write_variants(tmp_path, rows[:2])
+    write_variants(tmp_path, rows[2:], start=2)
 
     shards = ShardSet.open([tmp_path])
 
-    expected = [sample for versions in rows for sample in versions if sample]
+    expected = [sample for variants in rows for sample in variants if sample]
     assert len(shards) == 7
     for position, sample in enumerate(expected):
         assert_same(shards.load(position), sample)
@@ -468,14 +468,14 @@ def test_every_version_of_a_row_is_loaded_by_its_position(tmp_path: Path) -> Non
 
 def test_rows_of_several_shards_are_not_mixed_up(tmp_path: Path) -> None:
     for start, layout in [(0, ["ab", "c"]), (2, ["--", "-"]), (4, ["a", "bcd"]), (6, ["-e"])]:
-        write_versions(tmp_path, letters_of(layout), start=start)
+        write_variants(tmp_path, letters_of(layout), start=start)
 
     assert rows_of(ShardSet.open([tmp_path])) == [0, 0, 2, 3, 4, 4, 4, 7]
 
 
 def test_rows_of_equal_number_in_several_folders_are_not_mixed_up(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
-        write_versions(tmp_path / name, letters_of(["ab", "c"]), source=name)
+        write_variants(tmp_path / name, letters_of(["ab", "c"]), source=name)
 
     shards = ShardSet.open([tmp_path / name for name in ("two", "one", "three")])
 
@@ -488,9 +488,9 @@ def test_rows_of_equal_number_in_several_folders_are_not_mixed_up(tmp_path: Path
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
-    """Two shards: rows 0 to 2 are SAMPLES, row 1 has a second version, which is skipped, as is row 4."""
-    write_versions(tmp_path / "local", [[SAMPLES[0]], [SAMPLES[1], None], [SAMPLES[2]]])
-    write_versions(tmp_path / "local", [[make_sample(3), SAMPLES[0]], [None]], start=3)
+    """Two shards: rows 0 to 2 are SAMPLES, row 1 has a second variant, which is skipped, as is row 4."""
+    write_variants(tmp_path / "local", [[SAMPLES[0]], [SAMPLES[1], None], [SAMPLES[2]]])
+    write_variants(tmp_path / "local", [[make_sample(3), SAMPLES[0]], [None]], start=3)
     return tmp_path / "local"
 
 

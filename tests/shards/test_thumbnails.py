@@ -194,7 +194,7 @@ def encoder_small(encoder: Encoder) -> Encoder:
     """The tiny encoder, with thumbnails."""
     recipe = replace(encoder.recipe, thumbnail_px=32)
     cpu = torch.device("cpu")
-    return Encoder(encoder.checkpoint, recipe, cpu, cpu)
+    return Encoder(encoder.pretrained, recipe, cpu, cpu)
 
 
 def test_the_thumbnail_is_the_target_as_the_vae_sees_it_made_small(encoder_small: Encoder, photos: Path) -> None:

@@ -43,7 +43,7 @@ from tests.builders import (
     make_skipped,
     same_bits,
     write_shard,
-    write_versions,
+    write_variants,
 )
 from tests.s3 import S3
 from tests.stores.fake_hub import FakeHub
@@ -383,7 +383,7 @@ def test_a_folder_to_write_to_is_a_path_a_folder_or_a_url(
     assert names(tmp_path) == names(folder)
 
 
-def test_versions_are_listed_by_row_and_number_in_whatever_order_they_came(tmp_path: Path) -> None:
+def test_variants_are_listed_by_row_and_number_in_whatever_order_they_came(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, 0, 2, RECIPE) as shard:
         for row, variant in [(1, 1), (0, 2), (1, 0), (0, 0)]:
             entry = replace(make_entry(SAMPLES[row], row), variant=variant)
@@ -397,8 +397,8 @@ def test_versions_are_listed_by_row_and_number_in_whatever_order_they_came(tmp_p
     assert read_index(tmp_path / "00000000-00000002.json") == index
 
 
-def test_versions_of_equal_content_share_one_record(tmp_path: Path) -> None:
-    index = write_versions(tmp_path, [[SAMPLES[0], SAMPLES[1], SAMPLES[0]], [SAMPLES[1]]])
+def test_variants_of_equal_content_share_one_record(tmp_path: Path) -> None:
+    index = write_variants(tmp_path, [[SAMPLES[0], SAMPLES[1], SAMPLES[0]], [SAMPLES[1]]])
 
     assert list(index.files) == [member_name(SAMPLES[0].key), member_name(SAMPLES[1].key)]
     assert [(entry.row, entry.variant) for entry in index.samples] == [(0, 0), (0, 1), (0, 2), (1, 0)]

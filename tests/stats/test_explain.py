@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from qie.cli import precompute as precompute_command
 from qie.cli import stats
-from qie.data.variants import Versions
+from qie.data.variants import Variants
 from qie.precompute import precompute
 from qie.precompute.work import Settings
 from qie.recipe import Recipe
@@ -142,14 +142,14 @@ def test_rows_that_were_skipped_and_rows_that_cannot_be_read_say_why(tmp_path: P
     assert "was skipped: no control image" in str(mended.verdicts[1].causes[0])
 
 
-def test_each_version_of_a_row_is_explained(tmp_path: Path) -> None:
-    versions = Versions(count=2)
+def test_each_variant_of_a_row_is_explained(tmp_path: Path) -> None:
+    variants = Variants(count=2)
     source = StubSource.of(2).changed(0, more_prompts=("more",))
-    settings = Settings(versions=versions)
+    settings = Settings(variants=variants)
     precompute(source, StubEncoder(), tmp_path, rows=(0, 2), settings=settings, shard_size=4)
 
     found = explain_rows(
-        source.changed(0, more_prompts=("other",)), RECIPE, find_indexes([tmp_path]), versions=versions
+        source.changed(0, more_prompts=("other",)), RECIPE, find_indexes([tmp_path]), variants=variants
     )
 
     assert [(one.row, one.variant, one.state) for one in found.verdicts] == [

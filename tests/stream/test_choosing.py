@@ -61,7 +61,7 @@ def opened(tmp_path: Path, settings: dict[str, Any], *named: str) -> tuple[qie.S
     said: list[str] = []
     config = config_of(tmp_path, settings)
     components = ("transformer", "scheduler")
-    checkpoint = qie.open_checkpoint(config.model.pretrained_model_name_or_path, components=components)
+    checkpoint = qie.open_pretrained(config.model.pretrained_model_name_or_path, components=components)
     stream = open_training_stream(config, checkpoint, Accelerator(cpu=True), *named, telling=Telling(say=said.append))
     return stream, said
 
@@ -105,7 +105,7 @@ CHANGES = {
     "multiple": ({"data.multiple_px": 16}, "multiple_px (data.multiple_px): 16"),
     "background": ({"data.background": "#000000"}, "background (data.background): #000000"),
     "dtype": ({"cache.compute_dtype": "bfloat16"}, "vae_dtype (cache.compute_dtype): bfloat16"),
-    "prefix": ({"cache.share_prefix": True}, "continued (cache.share_prefix): True"),
+    "prefix": ({"cache.share_prefix": True}, "share_prefix (cache.share_prefix): True"),
     "batch": ({"cache.encode_batch_size": 2}, "batch_size (cache.encode_batch_size): 2"),
     "compiled": ({"cache.compile": True}, "compiled (cache.compile): True"),
     "thumbnail": ({"cache.thumbnail_px": 96}, "thumbnail_px (cache.thumbnail_px): 96"),
@@ -128,7 +128,7 @@ def test_of_shards_of_another_recipe_each_field_is_named(
 def test_several_differing_fields_are_one_error(tmp_path: Path, shards: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeMismatchError) as error:
         opened(tmp_path, settings | {"data.area_px": 4096, "cache.share_prefix": True})
-    assert "areas_px" in str(error.value) and "continued" in str(error.value) and "vae_dtype" not in str(error.value)
+    assert "areas_px" in str(error.value) and "share_prefix" in str(error.value) and "vae_dtype" not in str(error.value)
 
 
 @pytest.mark.parametrize("component", ["vae", "text_encoder", "tokenizer", "processor"])
@@ -239,7 +239,7 @@ import qie
 from accelerate import Accelerator
 from qie.config import load_config
 config = load_config(sys.argv[1], sys.argv[3:])
-checkpoint = qie.open_checkpoint(config.model.pretrained_model_name_or_path)
+checkpoint = qie.open_pretrained(config.model.pretrained_model_name_or_path)
 stream = qie.open_training_stream(config, checkpoint, Accelerator(cpu=True))
 print(len(next(stream.forever())))
 if sys.argv[2] == "close":

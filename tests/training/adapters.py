@@ -10,13 +10,13 @@ from qie.config import LoraConfig
 from qie.data.batches import collate
 from qie.data.epoch import PlannedBatch
 from qie.data.sources import open_source
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.training.lora import add_lora
 from qie.training.model import load_transformer, velocity
 
 
 def transformer_of(folder: Path, dtype: torch.dtype = torch.float32, **how):
-    return load_transformer(open_checkpoint(str(folder), components=("transformer", "scheduler")), dtype, **how)
+    return load_transformer(open_pretrained(str(folder), components=("transformer", "scheduler")), dtype, **how)
 
 
 def randomise(transformer, seed: int = 2, spread: float = 0.2):

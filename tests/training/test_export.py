@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from qie.errors import QieError, UsageError
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.training import lora_file
 from qie.training.export import export_adapter, find_adapter, merge_adapter
 from qie.training.lora import save_adapter
@@ -212,7 +212,7 @@ def test_the_merged_transformer_predicts_what_base_and_adapter_do(
     tiny_edit: Path, batch, saved, tmp_path, kind
 ) -> None:
     folder, trained = saved(**kind)
-    merge_adapter(open_checkpoint(str(tiny_edit)), folder, tmp_path / "merged")
+    merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "merged")
     weights = load_file(tmp_path / "merged" / "diffusion_pytorch_model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}, "not as they were stored"
     merged = QwenImageTransformer2DModel.from_pretrained(tmp_path / "merged")
@@ -222,7 +222,7 @@ def test_the_merged_transformer_predicts_what_base_and_adapter_do(
 
 def test_a_merged_adapter_has_the_strength_that_is_asked_for(tiny_edit: Path, batch, saved, tmp_path: Path) -> None:
     folder, trained = saved(**PLAIN)
-    merge_adapter(open_checkpoint(str(tiny_edit)), folder, tmp_path / "merged", scale=0.5)
+    merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "merged", scale=0.5)
     trained.set_adapters(["default"], [0.5])
     merged = QwenImageTransformer2DModel.from_pretrained(tmp_path / "merged")
     assert off(call(merged, batch), call(trained, batch), call(transformer_of(tiny_edit), batch)) < 1e-4
@@ -232,7 +232,7 @@ def test_a_merged_adapter_has_the_strength_that_is_asked_for(tiny_edit: Path, ba
 def test_merging_in_bfloat16_loses_little_more_than_rounding(tiny_edit: Path, saved, tmp_path: Path, kind) -> None:
     folder, _ = saved(**kind)
     for dtype in (torch.float32, torch.bfloat16):
-        merge_adapter(open_checkpoint(str(tiny_edit)), folder, tmp_path / str(dtype), dtype)
+        merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / str(dtype), dtype)
     exact, found = (
         load_file(tmp_path / str(dtype) / "diffusion_pytorch_model.safetensors")
         for dtype in (torch.float32, torch.bfloat16)
@@ -255,7 +255,7 @@ def test_a_merge_that_fails_leaves_nothing_behind(tiny_edit: Path, saved, tmp_pa
 
     monkeypatch.setattr(QwenImageTransformer2DModel, "save_pretrained", full)
     with pytest.raises(QieError, match="cannot be written"):
-        merge_adapter(open_checkpoint(str(tiny_edit)), folder, tmp_path / "merged")
+        merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "merged")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -263,7 +263,7 @@ def test_a_merge_replaces_nothing(tiny_edit: Path, saved, tmp_path: Path) -> Non
     folder, _ = saved(**PLAIN)
     (tmp_path / "mine").mkdir()
     with pytest.raises(UsageError, match="there already"):
-        merge_adapter(open_checkpoint(str(tiny_edit)), folder, tmp_path / "mine")
+        merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "mine")
 
 
 @pytest.mark.parametrize("fault", ["layer", "shape", "nan"])
@@ -280,7 +280,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tiny_edit: Path, saved, tmp
         next(iter(tensors.values()))[0, 0] = float("nan")
     save_file(tensors, folder / ADAPTER_FILE, metadata)
     with pytest.raises(QieError, match="not finite" if fault == "nan" else "does not fit") as caught:
-        merge_adapter(open_checkpoint(str(tiny_edit)), folder, tmp_path / "merged")
+        merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "merged")
     assert {"layer": "blocks.59", "shape": "size mismatch", "nan": "attn.to_"}[fault] in str(caught.value)
     assert not (tmp_path / "merged").exists()
 

@@ -12,7 +12,7 @@ from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
 
 from qie.errors import ModelError, QieError
-from qie.pretrained import open_checkpoint
+from qie.pretrained import open_pretrained
 from qie.training.blocks import checkpoint_blocks
 from qie.training.flops import Architecture
 from qie.training.memory import (
@@ -159,7 +159,7 @@ def test_a_checkpointed_block_keeps_its_inputs() -> None:
 
 
 def test_parameters_are_counted_without_loading(tiny_edit: Path) -> None:
-    checkpoint = open_checkpoint(str(tiny_edit), components=("transformer",))
+    checkpoint = open_pretrained(str(tiny_edit), components=("transformer",))
     empty = empty_transformer(checkpoint)
     loaded = QwenImageTransformer2DModel.from_pretrained(tiny_edit / "transformer").requires_grad_(False)
     assert all(weight.is_meta for weight in empty.parameters())
@@ -179,7 +179,7 @@ def test_a_config_that_makes_no_transformer_is_explained(tiny_edit: Path, tmp_pa
     config = json.loads((tiny_edit / "transformer/config.json").read_text())
     (tmp_path / "transformer/config.json").write_text(json.dumps({**config, "num_layers": "two"}))
     with pytest.raises(ModelError, match="cannot be loaded"):
-        empty_transformer(open_checkpoint(str(tmp_path), components=("transformer",)))
+        empty_transformer(open_pretrained(str(tmp_path), components=("transformer",)))
 
 
 @pytest.mark.parametrize(

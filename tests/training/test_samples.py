@@ -18,8 +18,8 @@ from qie.cli import predict
 from qie.cli.samples import open_samples, save_samples
 from qie.config import AdapterConfig, Config, LoraConfig, load_config
 from qie.errors import UsageError
-from qie.opening import open_painter
-from qie.pretrained import Checkpoint, open_checkpoint
+from qie.opening import open_predictor
+from qie.pretrained import PretrainedModel, open_pretrained
 from qie.training.lora import add_frozen_adapters, add_lora, save_adapter
 from qie.training.model import load_transformer
 from tests.conftest import AREA_PX
@@ -51,8 +51,8 @@ def config(config_file: Path, tiny_edit: Path, controls: list[Path]) -> Config:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tiny_edit: Path) -> Checkpoint:
-    return open_checkpoint(str(tiny_edit), components=("transformer", "scheduler"))
+def checkpoint(tiny_edit: Path) -> PretrainedModel:
+    return open_pretrained(str(tiny_edit), components=("transformer", "scheduler"))
 
 
 def write_config(path: Path, model: Path, samples: list[dict], **sections: dict) -> Config:
@@ -67,7 +67,7 @@ def write_config(path: Path, model: Path, samples: list[dict], **sections: dict)
     return load_config(str(path), ())
 
 
-def adapted(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, dropout: float = 0.0):
+def adapted(checkpoint: PretrainedModel, dtype: torch.dtype = torch.float32, dropout: float = 0.0):
     """A transformer in training, whose adapter does something: B matrices start at zero."""
     transformer = load_transformer(checkpoint, dtype)
     add_lora(transformer, LoraConfig(r=4, lora_alpha=10.0, lora_dropout=dropout), seed=1)
@@ -128,7 +128,7 @@ def test_adapters_of_the_configuration_are_part_of_what_qie_predict_paints(
     sample, settings = config.validation.samples[0], {"steps": 2, "cfg": 3.0}
     images = [Image.open(sample.images[0]).convert("RGB")]
     painted = [
-        open_painter(part, lora).paint(images, sample.prompt, seed=sample.seed, **settings)
+        open_predictor(part, lora).paint(images, sample.prompt, seed=sample.seed, **settings)
         for part, lora in ((changed, tmp_path / "trained"), (changed, None), (config, tmp_path / "trained"))
     ]
     assert bits(painted[:1]) == bits(open_samples(config, CPU)(transformer)[:1])
@@ -220,7 +220,7 @@ def test_no_text_encoder_stays_in_memory(config, checkpoint, controls) -> None:
     before = text_encoders()
     paint = open_samples(config, CPU)
     assert text_encoders() == before
-    painter = open_painter(config, None)
+    painter = open_predictor(config, None)
     image = Image.open(controls[0]).convert("RGB")
     kept = painter.paint([image], PROMPTS[0], steps=2)
     assert text_encoders() == before + 1
@@ -233,7 +233,7 @@ def test_no_text_encoder_stays_in_memory(config, checkpoint, controls) -> None:
 def test_qie_predict_frees_the_text_encoder_before_it_loads_the_transformer(
     config, config_file: Path, controls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import qie.predict
+    import qie.inference
 
     seen = []
 
@@ -241,7 +241,7 @@ def test_qie_predict_frees_the_text_encoder_before_it_loads_the_transformer(
         seen.append(text_encoders())
         return load_transformer(*arguments)
 
-    monkeypatch.setattr(qie.predict, "load_transformer", load)
+    monkeypatch.setattr(qie.inference, "load_transformer", load)
     before = text_encoders()
     places = ["--config", config_file, "--output", tmp_path / "out.png"]
     painting = ["--image", controls[0], "--prompt", PROMPTS[0], "--steps", 2]
@@ -251,7 +251,7 @@ def test_qie_predict_frees_the_text_encoder_before_it_loads_the_transformer(
 
 def test_the_pipeline_works_where_its_vae_is(config) -> None:
     """Left to itself, diffusers takes the transformer's device, and hands the VAE tensors from there."""
-    painter = open_painter(config, None)
+    painter = open_predictor(config, None)
     painter._vae_device = torch.device("meta")
     assert painter.pipeline._execution_device.type == "meta"
 
@@ -262,13 +262,13 @@ def test_an_edit_plus_model_takes_several_images(tiny_edit_plus: Path, controls,
         for count, negative in ((1, " "), (2, " "), (2, "blurred"))
     ]
     config = write_config(tmp_path / "config.yaml", tiny_edit_plus, samples)
-    checkpoint = open_checkpoint(str(tiny_edit_plus), components=("transformer", "scheduler"))
+    checkpoint = open_pretrained(str(tiny_edit_plus), components=("transformer", "scheduler"))
     images = open_samples(config, CPU)(load_transformer(checkpoint, torch.float32))
     assert len(set(bits(images))) == 3
 
 
 def test_without_samples_nothing_is_opened(config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qie.pretrained.open_checkpoint", None)
+    monkeypatch.setattr("qie.pretrained.open_pretrained", None)
     none = config.model_copy(update={"validation": config.validation.model_copy(update={"samples": []})})
     assert open_samples(none, CPU) is None
 
@@ -286,7 +286,7 @@ def test_without_samples_nothing_is_opened(config, monkeypatch: pytest.MonkeyPat
 def test_a_sample_that_cannot_be_painted_is_named_before_anything_is_loaded(
     config, controls, monkeypatch: pytest.MonkeyPatch, wrong: dict, where: str, what: str
 ) -> None:
-    monkeypatch.setattr("qie.opening.painting_encoder", None)
+    monkeypatch.setattr("qie.opening.inference_encoder", None)
     good = config.validation.samples[0]
     if wrong.get("images") == "twice":
         wrong = {"images": [str(path) for path in controls]}

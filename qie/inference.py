@@ -1,4 +1,4 @@
-"""Painting: diffusers' own pipeline, fed with qie's embeddings."""
+"""Request: diffusers' own pipeline, fed with qie's embeddings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qie.encode.scene import Scene, embed_scene
 from qie.encode.sizes import Size
 from qie.encode.text import MAX_POSITIONS
 from qie.errors import QieError, RowError
-from qie.pretrained import Checkpoint, loading
+from qie.pretrained import PretrainedModel, loading
 from qie.recipe import NULL_PROMPT
 from qie.training.lora import add_frozen_adapters
 from qie.training.model import load_scheduler, load_transformer
@@ -38,7 +38,7 @@ def paint_scene(
     size: Size | None = None,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Image.Image:
-    """The edited image; see `Painter.paint`. The global random state is neither used nor changed.
+    """The edited image; see `Predictor.paint`. The global random state is neither used nor changed.
 
     Raises:
         QieError: the device is out of memory.
@@ -71,22 +71,22 @@ def paint_scene(
 
 
 def make_pipeline(
-    checkpoint: Checkpoint, vae: AutoencoderKLQwenImage, transformer: QwenImageTransformer2DModel
+    pretrained: PretrainedModel, vae: AutoencoderKLQwenImage, transformer: QwenImageTransformer2DModel
 ) -> DiffusionPipeline:
     """The family's pipeline of diffusers, without encoders. All but the transformer computes where the VAE is now."""
     # Of components on several devices, and of offloaded ones, diffusers would choose any; it asks a hook first.
     add_hook_to_module(vae, AlignDevicesHook(execution_device=vae.device))
     none = dict.fromkeys(("text_encoder", "tokenizer", "processor"))
-    pipeline = getattr(diffusers, checkpoint.family.pipeline)(
-        scheduler=load_scheduler(checkpoint), vae=vae, transformer=transformer, **none
+    pipeline = getattr(diffusers, pretrained.family.pipeline)(
+        scheduler=load_scheduler(pretrained), vae=vae, transformer=transformer, **none
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def load_vae(checkpoint: Checkpoint, dtype: torch.dtype) -> AutoencoderKLQwenImage:
-    """The checkpoint's VAE as it was released, on the CPU."""
-    folder = checkpoint.component("vae")
+def load_vae(pretrained: PretrainedModel, dtype: torch.dtype) -> AutoencoderKLQwenImage:
+    """The model's VAE as it was released, on the CPU."""
+    folder = pretrained.component("vae")
     with loading(folder):
         return AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
 
@@ -98,11 +98,11 @@ def free(encoder: Encoder) -> None:
     torch.cuda.empty_cache()
 
 
-class Painter:
-    """A checkpoint's pipeline on its devices, and the encoder that embeds for it. Weights are loaded on first use.
+class Predictor:
+    """A model's pipeline on its devices, and the encoder that embeds for it. Weights are loaded on first use.
 
     Args:
-        checkpoint: the base model, with scheduler and vae.
+        pretrained: the base model, with scheduler and vae.
         encoder: embeds prompts, and holds the image areas that the adapter was trained with.
         vae_device, transformer_device: where they live; they may differ.
         dtype: of both.
@@ -116,7 +116,7 @@ class Painter:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        pretrained: PretrainedModel,
         encoder: Encoder,
         *,
         vae_device: torch.device,
@@ -124,21 +124,21 @@ class Painter:
         dtype: torch.dtype,
         adapters: Sequence[AdapterConfig] = (),
         quantize: Quantization | None = None,
-        trained: Checkpoint | None = None,
+        trained: PretrainedModel | None = None,
     ) -> None:
-        self.checkpoint, self._encoder, self._dtype = checkpoint, encoder, dtype
-        self._adapters, self._quantize, self._trained = adapters, quantize, trained or checkpoint
+        self.pretrained, self._encoder, self._dtype = pretrained, encoder, dtype
+        self._adapters, self._quantize, self._trained = adapters, quantize, trained or pretrained
         self._vae_device, self._transformer_device = vae_device, transformer_device
 
     @cached_property
     def pipeline(self) -> DiffusionPipeline:
         """Of diffusers, without encoders; for `paint_scene`."""
-        vae, transformer = load_vae(self.checkpoint, self._dtype), load_transformer(self._trained, self._dtype)
+        vae, transformer = load_vae(self.pretrained, self._dtype), load_transformer(self._trained, self._dtype)
         if self._quantize:
             quantize_blocks(transformer, self._quantize, self._transformer_device)
         add_frozen_adapters(transformer, self._adapters)
         transformer.eval()  # an adapter comes in training mode
-        pipeline = make_pipeline(self.checkpoint, vae.to(self._vae_device), transformer)
+        pipeline = make_pipeline(self.pretrained, vae.to(self._vae_device), transformer)
         transformer.to(self._transformer_device)
         if self._transformer_device != self._vae_device:
             # The pipeline works where its VAE is; only the transformer's inputs and outputs travel.

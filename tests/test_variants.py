@@ -1,4 +1,4 @@
-"""Versions of rows: captions, mirrored and cropped pictures. Stored side by side, and one of each row in an epoch."""
+"""Variants of rows: captions, mirrored and cropped pictures. Stored side by side, and one of each row in an epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qie.data import open_stream
 from qie.data.epoch import plan_epoch
 from qie.data.samples import look_at_rows
 from qie.data.sources import open_source
-from qie.data.variants import Versions
+from qie.data.variants import Variants
 from qie.errors import QieError, RowError
 from qie.precompute import Settings, precompute
 from qie.shards.index import Entry
@@ -29,7 +29,7 @@ from qie.types import Augment, Batch, Row, Shape
 from tests.stubs import RECIPE, StubEncoder, StubSource
 
 ROW = Row(5, "five", b"target", (b"one", b"two"), "first", b"mask", ("second", "third"))
-THREE = Versions(3)
+THREE = Variants(3)
 
 
 def captioned(count: int, captions: int = 3) -> StubSource:
@@ -41,34 +41,34 @@ def captioned(count: int, captions: int = 3) -> StubSource:
     )
 
 
-def write(source, output: Path, versions: Versions, encoder=None, shard_size: int = 4) -> ShardSet:
+def write(source, output: Path, variants: Variants, encoder=None, shard_size: int = 4) -> ShardSet:
     encoder = encoder or StubEncoder()
-    settings = Settings(versions=versions)
+    settings = Settings(variants=variants)
     precompute(source, encoder, output, rows=(0, len(source)), shard_size=shard_size, settings=settings)
     return ShardSet.open([output])
 
 
-# What versions there are
+# What variants there are
 
 
-def test_of_one_version_a_row_is_itself_with_its_first_caption() -> None:
-    for versions in (Versions(), Versions(1, flip=True, crop=0.5)):
-        (only,) = versions.of(ROW)
+def test_of_one_variant_a_row_is_itself_with_its_first_caption() -> None:
+    for variants in (Variants(), Variants(1, flip=True, crop=0.5)):
+        (only,) = variants.of(ROW)
         assert only == replace(ROW, more_prompts=())
         assert RECIPE.key(only) == RECIPE.key(ROW)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
-def test_without_augmentation_there_are_as_many_versions_as_captions_up_to_the_count(count: int) -> None:
-    found = Versions(count).of(ROW)
+def test_without_augmentation_there_are_as_many_variants_as_captions_up_to_the_count(count: int) -> None:
+    found = Variants(count).of(ROW)
     assert [row.prompt for row in found] == ["first", "second", "third"][:count]
     assert [row.variant for row in found] == list(range(len(found)))
     assert {row.augment for row in found} == {None}
 
 
-@pytest.mark.parametrize("versions", [Versions(7, flip=True), Versions(7, crop=0.8), Versions(7, True, 0.8)], ids=str)
-def test_with_augmentation_there_are_as_many_as_asked_for_and_captions_take_turns(versions: Versions) -> None:
-    found = versions.of(ROW)
+@pytest.mark.parametrize("variants", [Variants(7, flip=True), Variants(7, crop=0.8), Variants(7, True, 0.8)], ids=str)
+def test_with_augmentation_there_are_as_many_as_asked_for_and_captions_take_turns(variants: Variants) -> None:
+    found = variants.of(ROW)
     assert [row.prompt for row in found] == ["first", "second", "third", "first", "second", "third", "first"]
     assert [row.variant for row in found] == list(range(7))
     assert found[0] == replace(ROW, more_prompts=())
@@ -77,28 +77,28 @@ def test_with_augmentation_there_are_as_many_as_asked_for_and_captions_take_turn
     }
 
 
-def test_more_versions_leave_the_first_ones_as_they_are() -> None:
-    for versions in (Versions(3, True, 0.7), Versions(2)):
-        more = replace(versions, count=6)
-        assert more.of(ROW)[: versions.count] == versions.of(ROW)
+def test_more_variants_leave_the_first_ones_as_they_are() -> None:
+    for variants in (Variants(3, True, 0.7), Variants(2)):
+        more = replace(variants, count=6)
+        assert more.of(ROW)[: variants.count] == variants.of(ROW)
 
 
-def test_versions_follow_from_content_alone() -> None:
-    versions = Versions(5, flip=True, crop=0.7)
+def test_variants_follow_from_content_alone() -> None:
+    variants = Variants(5, flip=True, crop=0.7)
     elsewhere = replace(ROW, index=99, name="other", source="mixture")
-    assert [row.augment for row in versions.of(elsewhere)] == [row.augment for row in versions.of(ROW)]
-    assert [RECIPE.key(row) for row in versions.of(elsewhere)] == [RECIPE.key(row) for row in versions.of(ROW)]
+    assert [row.augment for row in variants.of(elsewhere)] == [row.augment for row in variants.of(ROW)]
+    assert [RECIPE.key(row) for row in variants.of(elsewhere)] == [RECIPE.key(row) for row in variants.of(ROW)]
     random.seed(7)
-    assert versions.of(ROW) == versions.of(ROW)
+    assert variants.of(ROW) == variants.of(ROW)
     for change in ({"target": b"other"}, {"controls": (b"one",)}):
-        other = versions.of(replace(ROW, **change))
-        assert [row.augment for row in other[1:]] != [row.augment for row in versions.of(ROW)[1:]]
+        other = variants.of(replace(ROW, **change))
+        assert [row.augment for row in other[1:]] != [row.augment for row in variants.of(ROW)[1:]]
 
 
-def test_the_drawn_versions_are_those_of_yesterday() -> None:
-    """Written down: another draw would leave every stored version behind."""
+def test_the_drawn_variants_are_those_of_yesterday() -> None:
+    """Written down: another draw would leave every stored variant behind."""
     row = Row(0, "", b"target", (b"control",), "p")
-    assert [str(version.augment) for version in Versions(3, flip=True, crop=0.8).of(row)[1:]] == [
+    assert [str(variant.augment) for variant in Variants(3, flip=True, crop=0.8).of(row)[1:]] == [
         "flip 0.054676 0.036326 0.989692 0.971342",
         "as is 0.072674 0.026692 0.965609 0.919627",
     ]
@@ -107,35 +107,35 @@ def test_the_drawn_versions_are_those_of_yesterday() -> None:
 @pytest.mark.parametrize("crop", [0.05, 0.5, 0.9, 0.999999, 1.0])
 def test_a_box_keeps_what_it_should_and_lies_within_the_picture(crop: float) -> None:
     for number in range(300):
-        for row in Versions(3, flip=True, crop=crop).of(replace(ROW, target=str(number).encode()))[1:]:
+        for row in Variants(3, flip=True, crop=crop).of(replace(ROW, target=str(number).encode()))[1:]:
             left, top, right, bottom = row.augment.box if row.augment else (0, 0, 1, 1)
             assert 0 <= left < right <= 1 and 0 <= top < bottom <= 1
             assert right - left == pytest.approx(bottom - top, abs=3e-6)
             assert crop - 3e-6 <= right - left <= 1 + 3e-6
 
 
-def test_about_half_of_further_versions_are_mirrored_if_they_may_be() -> None:
+def test_about_half_of_further_variants_are_mirrored_if_they_may_be() -> None:
     rows = [replace(ROW, target=str(number).encode()) for number in range(400)]
-    flips = [Versions(2, flip=True, crop=0.9).of(row)[1].augment.flip for row in rows]
+    flips = [Variants(2, flip=True, crop=0.9).of(row)[1].augment.flip for row in rows]
     assert 160 < sum(flips) < 240
-    assert not any(Versions(2, crop=0.9).of(row)[1].augment.flip for row in rows)
+    assert not any(Variants(2, crop=0.9).of(row)[1].augment.flip for row in rows)
 
 
 def test_what_is_mirrored_does_not_depend_on_whether_it_is_cropped_too() -> None:
-    both, one = Versions(4, True, 0.8).of(ROW), Versions(4, False, 0.8).of(ROW)
+    both, one = Variants(4, True, 0.8).of(ROW), Variants(4, False, 0.8).of(ROW)
     assert [row.augment and row.augment.box for row in both] == [row.augment and row.augment.box for row in one]
 
 
-def test_the_keys_of_versions_differ() -> None:
+def test_the_keys_of_variants_differ() -> None:
     assert len({RECIPE.key(row) for row in THREE.of(ROW)}) == 3
-    assert len({RECIPE.key(row) for row in Versions(12, True, 0.8).of(ROW)}) == 12
+    assert len({RECIPE.key(row) for row in Variants(12, True, 0.8).of(ROW)}) == 12
 
 
-def test_a_version_in_which_nothing_was_done_to_the_picture_is_the_same_sample() -> None:
-    """Flipping alone leaves every other version as it is: it is not to be encoded and stored again."""
+def test_a_variant_in_which_nothing_was_done_to_the_picture_is_the_same_sample() -> None:
+    """Flipping alone leaves every other variant as it is: it is not to be encoded and stored again."""
     rows = [replace(ROW, target=str(number).encode(), more_prompts=()) for number in range(50)]
     for row in rows:
-        as_it_is, further = Versions(2, flip=True).of(row)
+        as_it_is, further = Variants(2, flip=True).of(row)
         mirrored = further.augment is not None and further.augment.flip
         assert (RECIPE.key(as_it_is) == RECIPE.key(further)) is not mirrored
 
@@ -143,23 +143,23 @@ def test_a_version_in_which_nothing_was_done_to_the_picture_is_the_same_sample()
 # In shards
 
 
-def test_a_shard_holds_all_versions_of_each_row_in_their_order(tmp_path: Path) -> None:
+def test_a_shard_holds_all_variants_of_each_row_in_their_order(tmp_path: Path) -> None:
     source = captioned(10)
     found = write(source, tmp_path, THREE)
     assert [(entry.row, entry.variant) for entry in found.entries] == [(r, v) for r in range(10) for v in range(3)]
-    assert found.keys == [RECIPE.key(version) for row in source.rows for version in THREE.of(row)]
+    assert found.keys == [RECIPE.key(variant) for row in source.rows for variant in THREE.of(row)]
     assert found.columns.rows.tolist() == [position - position % 3 for position in range(30)]
     assert [found.load(position).prompt for position in range(3)] == ["p0", "p0 1", "p0 2"]
 
 
 def test_rows_of_several_places_with_one_number_are_different_rows(tmp_path: Path) -> None:
     write(captioned(3), tmp_path / "a", THREE)
-    write(StubSource.of(4), tmp_path / "b", Versions())
+    write(StubSource.of(4), tmp_path / "b", Variants())
     found = ShardSet.open([tmp_path / "a", tmp_path / "b"])
     assert found.columns.rows.tolist() == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 10, 11, 12]
 
 
-def test_a_version_that_cannot_be_encoded_is_skipped_by_itself(tmp_path: Path) -> None:
+def test_a_variant_that_cannot_be_encoded_is_skipped_by_itself(tmp_path: Path) -> None:
     class Picky(StubEncoder):
         def inspect(self, row: Row):
             if row.prompt == "p2 1":
@@ -167,7 +167,7 @@ def test_a_version_that_cannot_be_encoded_is_skipped_by_itself(tmp_path: Path) -
             return super().inspect(row)
 
     source = captioned(5).changed(4, target=b"missing")
-    settings = Settings(versions=THREE)
+    settings = Settings(variants=THREE)
     report = precompute(source, Picky(), tmp_path, rows=(0, 5), settings=settings)
     assert [(gone.row, gone.variant, gone.reason) for gone in report.skipped] == [
         (2, 1, "not this caption"),
@@ -184,10 +184,10 @@ def test_a_version_that_cannot_be_encoded_is_skipped_by_itself(tmp_path: Path) -
     assert (again.shards_kept, again.encoded, len(again.skipped)) == (1, 0, 2)
 
 
-@pytest.mark.parametrize("versions", [THREE, Versions(3, flip=True, crop=0.8)], ids=["captions", "augmented"])
-def test_further_versions_are_added_without_encoding_the_first_again(tmp_path: Path, versions: Versions) -> None:
+@pytest.mark.parametrize("variants", [THREE, Variants(3, flip=True, crop=0.8)], ids=["captions", "augmented"])
+def test_further_variants_are_added_without_encoding_the_first_again(tmp_path: Path, variants: Variants) -> None:
     source = captioned(9)
-    first = {entry.row: entry.key for entry in write(source, tmp_path / "out", Versions()).entries}
+    first = {entry.row: entry.key for entry in write(source, tmp_path / "out", Variants()).entries}
 
     class Noting(StubEncoder):
         def encode(self, row: Row):
@@ -195,15 +195,15 @@ def test_further_versions_are_added_without_encoding_the_first_again(tmp_path: P
             return super().encode(row)
 
     encoder = Noting()
-    found = write(source, tmp_path / "out", versions, encoder)
+    found = write(source, tmp_path / "out", variants, encoder)
     assert sorted(encoder.encoded) == sorted([*range(9), *range(9)])
     assert {entry.row: entry.key for entry in found.entries if entry.variant == 0} == first
-    write(source, tmp_path / "fresh", versions)
+    write(source, tmp_path / "fresh", variants)
     assert files(tmp_path / "out") == files(tmp_path / "fresh")
 
     back = StubEncoder()
-    write(source, tmp_path / "out", Versions(), back)
-    write(source, tmp_path / "one", Versions())
+    write(source, tmp_path / "out", Variants(), back)
+    write(source, tmp_path / "one", Variants())
     assert back.encoded == []
     assert files(tmp_path / "out") == files(tmp_path / "one")
 
@@ -238,7 +238,7 @@ def real(batch: Batch) -> list[str]:
     return [key for key, weight in zip(batch.keys, batch.weight.tolist(), strict=True) if weight]
 
 
-def test_each_epoch_has_one_version_of_each_row_and_in_time_all_of_them(tmp_path: Path) -> None:
+def test_each_epoch_has_one_variant_of_each_row_and_in_time_all_of_them(tmp_path: Path) -> None:
     found = write(captioned(20), tmp_path, THREE)
     entry_of: dict[str, Entry] = {entry.key: entry for entry in found.entries}
     seen: dict[int, set[int]] = defaultdict(set)
@@ -255,7 +255,7 @@ def test_each_epoch_has_one_version_of_each_row_and_in_time_all_of_them(tmp_path
     assert all(150 < count < 250 for count in counts), counts
 
 
-def test_a_batch_holds_only_the_chosen_versions_even_where_it_is_filled_up(tmp_path: Path) -> None:
+def test_a_batch_holds_only_the_chosen_variants_even_where_it_is_filled_up(tmp_path: Path) -> None:
     write(captioned(5), tmp_path, THREE)
     stream = open_stream(tmp_path, batch_size=4)
     rows = stream.samples.columns.rows
@@ -272,7 +272,7 @@ def test_a_batch_holds_only_the_chosen_versions_even_where_it_is_filled_up(tmp_p
 
 
 def shown(rows: list[int], seed: int, epoch: int) -> list[int]:
-    """The positions that an epoch takes of versions of `rows`."""
+    """The positions that an epoch takes of variants of `rows`."""
     same = np.zeros(len(rows), np.int32)
     shapes = (Shape((4, 4), ((4, 4),)),)
     columns = Columns(same, shapes, np.array(rows, np.int64), same, same, same)
@@ -280,11 +280,11 @@ def shown(rows: list[int], seed: int, epoch: int) -> list[int]:
     return sorted(position for batch in plan for position in batch.positions)
 
 
-def test_without_versions_nothing_is_left_out() -> None:
+def test_without_variants_nothing_is_left_out() -> None:
     assert shown([0, 1, 2, 7], seed=0, epoch=0) == [0, 1, 2, 3]
 
 
-def test_the_versions_of_an_epoch_are_those_of_yesterday() -> None:
+def test_the_variants_of_an_epoch_are_those_of_yesterday() -> None:
     """Written down: another draw would be another epoch, and a run that is resumed would go on in it."""
     rows = [number // 3 for number in range(18)]
     assert shown(rows, 0, 0) == [2, 4, 8, 11, 14, 16]
@@ -292,14 +292,14 @@ def test_the_versions_of_an_epoch_are_those_of_yesterday() -> None:
     assert shown(rows, 7, 0) == [2, 5, 8, 11, 14, 15]
 
 
-def test_of_rows_with_different_numbers_of_versions_one_each_is_shown() -> None:
+def test_of_rows_with_different_numbers_of_variants_one_each_is_shown() -> None:
     rows = [0, 0, 0, 1, 2, 2, 9, 9, 9, 9]
     seen = set()
     for epoch in range(50):
         positions = shown(rows, seed=3, epoch=epoch)
         assert [rows[position] for position in positions] == [0, 1, 2, 9]
         seen |= set(positions)
-    assert seen == set(range(10)), "a version is never shown"
+    assert seen == set(range(10)), "a variant is never shown"
 
 
 def assert_same(one: Batch, other: Batch) -> None:
@@ -312,10 +312,10 @@ def assert_same(one: Batch, other: Batch) -> None:
                 assert left == right, field.name
 
 
-def assert_live_equals_cached(source, encoder, output: Path, versions: Versions, count: int, **settings) -> list[Batch]:
-    write(source, output, versions, encoder)
+def assert_live_equals_cached(source, encoder, output: Path, variants: Variants, count: int, **settings) -> list[Batch]:
+    write(source, output, variants, encoder)
     cached = open_stream(output, **settings)
-    live = open_stream(source, encoder=encoder, versions=versions, **settings)
+    live = open_stream(source, encoder=encoder, variants=variants, **settings)
     assert live.state_dict() == cached.state_dict()
     read = []
     for one, other, _ in zip(cached.forever(), live.forever(), range(count), strict=False):
@@ -328,11 +328,11 @@ def assert_live_equals_cached(source, encoder, output: Path, versions: Versions,
     return read
 
 
-@pytest.mark.parametrize("versions", [THREE, Versions(4, flip=True, crop=0.7)], ids=["captions", "augmented"])
-def test_live_and_cached_batches_of_versions_are_bit_identical(tmp_path: Path, versions: Versions) -> None:
+@pytest.mark.parametrize("variants", [THREE, Variants(4, flip=True, crop=0.7)], ids=["captions", "augmented"])
+def test_live_and_cached_batches_of_variants_are_bit_identical(tmp_path: Path, variants: Variants) -> None:
     source = captioned(14).changed(3, target=b"broken").changed(8, target=b"missing").changed(5, more_prompts=())
     read = assert_live_equals_cached(
-        source, StubEncoder(), tmp_path, versions, 40, batch_size=2, seed=3, validation_rows=2
+        source, StubEncoder(), tmp_path, variants, 40, batch_size=2, seed=3, validation_rows=2
     )
     assert len(read) == 40
 
@@ -345,15 +345,15 @@ def test_so_they_are_with_real_encoders_mirrored_and_cropped(photos: Path, encod
         for path in (folder / name).iterdir():
             if path.stem not in kept:
                 path.unlink()
-    source, versions = open_source(folder), Versions(3, flip=True, crop=0.75)
+    source, variants = open_source(folder), Variants(3, flip=True, crop=0.75)
     assert len(source) == 4
-    augments = [row.augment for index in range(4) for row in versions.of(source.read(index))[1:]]
+    augments = [row.augment for index in range(4) for row in variants.of(source.read(index))[1:]]
     assert {augment.flip for augment in augments if augment} == {False, True}
-    read = assert_live_equals_cached(source, encoder, tmp_path / "out", versions, 9, batch_size=1, validation_rows=1)
+    read = assert_live_equals_cached(source, encoder, tmp_path / "out", variants, 9, batch_size=1, validation_rows=1)
     assert len({key for batch in read for key in batch.keys}) > 3
 
 
-def test_a_row_kept_for_validation_is_kept_with_all_its_versions_and_validates_as_it_is(tmp_path: Path) -> None:
+def test_a_row_kept_for_validation_is_kept_with_all_its_variants_and_validates_as_it_is(tmp_path: Path) -> None:
     found = write(captioned(12), tmp_path, THREE)
     stream = open_stream(tmp_path, validation_rows=4)
     kept = {found.entries[position].row for position in np.flatnonzero(stream.held_out)}
@@ -378,7 +378,7 @@ def test_equal_samples_are_never_on_both_sides(tmp_path: Path) -> None:
     assert not validated & trained
 
 
-def test_a_stream_of_versions_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_stream_of_variants_goes_on_where_it_stopped(tmp_path: Path) -> None:
     write(captioned(7), tmp_path, THREE)
     whole, expected = open_stream(tmp_path, batch_size=2), []
     states = []
@@ -394,7 +394,7 @@ def test_a_stream_of_versions_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_a_caption_that_went_while_training_is_an_error(tmp_path: Path) -> None:
     source = captioned(2)
-    live = open_stream(source, encoder=StubEncoder(), versions=THREE).samples
+    live = open_stream(source, encoder=StubEncoder(), variants=THREE).samples
     changed = replace(live, source=source.changed(1, more_prompts=()))
     assert changed.fetch(3).prompt == "p1"
     with pytest.raises(QieError, match="a row changed"):
@@ -428,7 +428,7 @@ BOXES = [(0.0, 0.0, 0.5, 0.5), (0.25, 0.125, 0.875, 0.75), (0.0, 0.0, 1.0, 1.0)]
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("box", BOXES, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_version_is_the_row_whose_pictures_were_edited_beforehand(
+def test_a_variant_is_the_row_whose_pictures_were_edited_beforehand(
     photos: Path, encoder, flip: bool, box: tuple, masked: bool
 ) -> None:
     def sized(image: Image.Image) -> Image.Image:
@@ -459,8 +459,8 @@ def test_however_little_a_box_keeps_a_picture_is_left(size: tuple[int, int]) -> 
     from qie.encode.images import augmented
 
     for number in range(200):
-        (_, version) = Versions(2, crop=0.01).of(replace(ROW, target=str(number).encode()))
-        assert min(augmented(Image.new("RGB", size), version.augment).size) >= 1
+        (_, variant) = Variants(2, crop=0.01).of(replace(ROW, target=str(number).encode()))
+        assert min(augmented(Image.new("RGB", size), variant.augment).size) >= 1
 
 
 def test_a_mask_smaller_than_its_picture_stays_a_mask_of_it_when_both_are_cropped(photos: Path, encoder) -> None:
@@ -468,9 +468,9 @@ def test_a_mask_smaller_than_its_picture_stays_a_mask_of_it_when_both_are_croppe
     row = with_mask(row, (64, 48))
     refused = []
     for number in range(60):
-        (_, version) = Versions(2, crop=0.8).of(replace(ROW, target=str(number).encode()))
+        (_, variant) = Variants(2, crop=0.8).of(replace(ROW, target=str(number).encode()))
         try:
-            encoder.inspect(replace(row, augment=version.augment))
+            encoder.inspect(replace(row, augment=variant.augment))
         except RowError as error:
             refused.append((number, error.what))
     assert refused == []
