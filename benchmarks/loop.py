@@ -35,11 +35,11 @@ from qie.config import Config
 from qie.data import open_stream
 from qie.pretrained import PretrainedModel
 from qie.recipe import FAMILIES
-from qie.training.journal import Journal, Listener
 from qie.training.objective import drop_captions
 from qie.training.run import Run
 from qie.training.step import Objective
 from qie.training.stopping import stop_requested
+from qie.training.telling.journal import Journal, Listener
 
 STEP_S = 0.1
 SAMPLES = 24
@@ -170,7 +170,7 @@ def opened(folder: Path) -> Iterator[Run]:
             "validation": {"rows": 0},
         }
     )
-    with mock.patch("qie.training.trainee.load_transformer", lambda *arguments, **named: Asleep()):
+    with mock.patch("qie.training.model.trainee.load_transformer", lambda *arguments, **named: Asleep()):
         stream = open_stream([folder / "shards"])
         yield Run(config, PretrainedModel(folder / "model", FAMILIES["edit"]), stream, Accelerator(cpu=True), None)
 

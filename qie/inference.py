@@ -23,9 +23,9 @@ from qie.encode.text import MAX_POSITIONS
 from qie.errors import QieError, RowError
 from qie.pretrained import PretrainedModel, loading
 from qie.recipe import NULL_PROMPT
-from qie.training.lora import add_frozen_adapters
-from qie.training.model import load_scheduler, load_transformer
-from qie.training.quantize import Quantization, quantize_blocks
+from qie.training.model.load import load_scheduler, load_transformer
+from qie.training.model.lora import add_frozen_adapters
+from qie.training.model.quantize import Quantization, quantize_blocks
 
 
 def paint_scene(

@@ -98,7 +98,7 @@ def open_predictor(config: Config, lora: str | Path | None = None, transformer: 
         ModelError, ConfigError: see `open_encoder`.
     """
     from qie.inference import Predictor
-    from qie.training.fitting import check_adapters, open_transformer
+    from qie.training.model.fitting import check_adapters, open_transformer
 
     devices, model = config.predict.devices, config.model
     vae_device = resolve_device(devices.vae, "predict.devices.vae")

@@ -25,8 +25,8 @@ import qie
 import qie.legacy
 from qie.config import Config, load_config
 from qie.training import budget
-from qie.training.lora import add_lora
 from qie.training.memory import estimate
+from qie.training.model.lora import add_lora
 from tests.conftest import ROOT
 from tools import command_docs, site_files
 

@@ -508,8 +508,8 @@ def test_merged_into_a_folder_it_is_a_transformer(cached: Path) -> None:
 
 def test_a_model_is_quantised_in_place(cached: Path) -> None:
     pytest.importorskip("torchao")
-    from qie.training.model import load_transformer
-    from qie.training.quantize import is_quantized
+    from qie.training.model.load import load_transformer
+    from qie.training.model.quantize import is_quantized
 
     trainer = QwenImageEditTrainer(cached)
     transformer = load_transformer(trainer.pretrained, torch.float32)

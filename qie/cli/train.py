@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from qie.streams import Telling
-    from qie.training.journal import Listener
+    from qie.training.telling.journal import Listener
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -115,7 +115,7 @@ def _told(quiet: bool) -> Iterator[Telling]:
 
 def _listener(progress: Progress, output_dir: Path) -> Listener:
     from qie.cli.samples import save_samples
-    from qie.training.journal import Listener
+    from qie.training.telling.journal import Listener
 
     return Listener(
         start=progress.begin,

@@ -13,9 +13,9 @@ from qie.data.stream import Stream
 from qie.errors import ConfigError
 from qie.pretrained import PretrainedModel
 from qie.training.flops import Architecture
-from qie.training.lora import add_lora
 from qie.training.memory import Parameters, Setup, advice, empty_transformer, estimate, optimizer_bytes, out_of_memory
-from qie.training.model import train_everything
+from qie.training.model.load import train_everything
+from qie.training.model.lora import add_lora
 
 
 def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, accelerator: Accelerator) -> Setup:

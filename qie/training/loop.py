@@ -16,11 +16,11 @@ from qie.errors import UsageError
 from qie.pretrained import PretrainedModel
 from qie.training.budget import explained_memory, plan_memory, tell_memory
 from qie.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers
-from qie.training.journal import Journal, Listener
 from qie.training.lock import locked, require_folder
-from qie.training.reporting import Reporter
 from qie.training.run import Predictor, Run
 from qie.training.stopping import stop_requested
+from qie.training.telling.journal import Journal, Listener
+from qie.training.telling.reporting import Reporter
 
 
 @dataclass(frozen=True)

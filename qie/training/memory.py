@@ -10,8 +10,8 @@ from diffusers import QwenImageTransformer2DModel
 
 from qie.errors import QieError
 from qie.pretrained import PretrainedModel, loading, read_json
-from qie.training.blocks import checkpointed_blocks
 from qie.training.flops import Architecture
+from qie.training.model.blocks import checkpointed_blocks
 
 Quantization = Literal["fp8", "int8", "nf4"]
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from qie.config import Config
 from qie.errors import UsageError
-from qie.training.tracking import require_trackers
+from qie.training.telling.tracking import require_trackers
 
 _START = "start several processes with torchrun or accelerate launch; for one, unset WORLD_SIZE and LOCAL_RANK"
 

@@ -21,19 +21,19 @@ from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import QieError
 from qie.pretrained import PretrainedModel
-from qie.training.card import RunReport, read_run, write_card, write_run
 from qie.training.checkpoint import STATE_FILE, checkpoints, explained_damage, publish_checkpoint, remove_old
 from qie.training.feed import Prepared, batches_of, iter_prepared, planned_steps, require_null_prompts
-from qie.training.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
-from qie.training.model import load_shift
+from qie.training.model.load import load_shift
+from qie.training.model.sharding import whole
+from qie.training.model.trainee import Trainee
+from qie.training.model.weights import require_finite
 from qie.training.objective import derive_seed
 from qie.training.optimizer import check_optimizer, make_optimizer, make_schedule, named_state
 from qie.training.resuming import OPTIMIZER_FILE, Saved, identity, require_same, require_steps
-from qie.training.sharding import whole
 from qie.training.step import Objective
-from qie.training.trainee import Trainee
+from qie.training.telling.card import RunReport, read_run, write_card, write_run
+from qie.training.telling.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
 from qie.training.validation import Validation, validate
-from qie.training.weights import require_finite
 
 Predictor = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
 """Paints the images of validation.samples with the model as it is."""

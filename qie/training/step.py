@@ -11,7 +11,7 @@ import torch
 
 from qie.config import LossConfig
 from qie.training import objective
-from qie.training.model import velocity
+from qie.training.model.load import velocity
 from qie.types import Batch
 
 _VALIDATION = -1  # the step whose noise validation sees: none of training

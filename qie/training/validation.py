@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 
 from qie.data.stream import Stream
-from qie.training.metrics import by_level
 from qie.training.step import Objective
+from qie.training.telling.metrics import by_level
 
 
 @dataclass(frozen=True)

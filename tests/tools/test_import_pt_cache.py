@@ -30,7 +30,7 @@ from qie.precompute import Settings, precompute
 from qie.shards.reader import Shard
 from qie.shards.storage import published
 from qie.stats import summarise
-from qie.training import trainee
+from qie.training.model import trainee
 from qie.types import Sample
 from tests.builders import ROOT, assert_same, make_sample
 from tests.stubs import StubEncoder, StubSource

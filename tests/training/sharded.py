@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from qie.cli.train import main
-from qie.training.trainee import Trainee
+from qie.training.model.trainee import Trainee
 
 _init, _prepare = AcceleratorState.__init__, Trainee.prepare
 

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig
 
 from qie.errors import ConfigError
-from qie.training import blocks as blocks_module
-from qie.training.blocks import checkpoint_blocks, checkpointed_blocks, compile_blocks, offloaded_blocks
+from qie.training.model import blocks as blocks_module
+from qie.training.model.blocks import checkpoint_blocks, checkpointed_blocks, compile_blocks, offloaded_blocks
 from tests.training.small import gradients, inputs, small_transformer
 
 CPU = torch.device("cpu")

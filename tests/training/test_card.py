@@ -17,7 +17,8 @@ import yaml
 from qie.config import Config, load_config
 from qie.errors import QieError
 from qie.recipe import Recipe
-from qie.training.card import (
+from qie.training.model.lora import save_adapter
+from qie.training.telling.card import (
     CARD_FILE,
     RUN_FILE,
     RunReport,
@@ -29,7 +30,6 @@ from qie.training.card import (
     write_card,
     write_run,
 )
-from qie.training.lora import save_adapter
 from tests.training.adapters import trained_adapter, transformer_of
 
 RECIPE = Recipe(

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from qie.errors import QieError, UsageError
 from qie.pretrained import open_pretrained
-from qie.training import lora_file
-from qie.training.export import export_adapter, find_adapter, merge_adapter
-from qie.training.lora import save_adapter
-from qie.training.lora_file import ADAPTER_FILE
+from qie.training.model import lora_file
+from qie.training.model.export import export_adapter, find_adapter, merge_adapter
+from qie.training.model.lora import save_adapter
+from qie.training.model.lora_file import ADAPTER_FILE
 from tests.conftest import ROOT
 from tests.training.adapters import call, one_batch, randomise, trained_adapter, transformer_of
 

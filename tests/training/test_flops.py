@@ -8,8 +8,8 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.models.attention_dispatch import attention_backend
 from torch.utils.flop_counter import FlopCounterMode
 
-from qie.training.blocks import checkpoint_blocks
 from qie.training.flops import Architecture, peak_flops, step_flops
+from qie.training.model.blocks import checkpoint_blocks
 from tests.training.small import IMAGE_TOKENS, inputs, small_config, small_transformer
 
 REAL = Architecture(60, 24, 128, 64, 64, 3584)

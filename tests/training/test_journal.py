@@ -15,10 +15,10 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qie.training import run as run_module
-from qie.training.card import read_run
 from qie.training.flops import Architecture, step_flops
-from qie.training.metrics import LEVELS, StepMetrics
 from qie.training.step import Objective
+from qie.training.telling.card import read_run
+from qie.training.telling.metrics import LEVELS, StepMetrics
 from tests.training.runs import ROWS, Bench, checkpoint, lines, losses, names, validations
 
 

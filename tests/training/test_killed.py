@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from qie.data.sources import open_source
 from qie.precompute import precompute
-from qie.training.card import read_run
 from qie.training.checkpoint import checkpoints, read_state
+from qie.training.telling.card import read_run
 from tests.conftest import AREA_PX, ROOT
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from qie.config import AdapterConfig, LoraConfig
 from qie.errors import ConfigError, QieError
-from qie.training.lora import adapter_state, add_frozen_adapters, add_lora, load_adapter, save_adapter
-from qie.training.lora_file import ADAPTER_FILE
+from qie.training.model.lora import adapter_state, add_frozen_adapters, add_lora, load_adapter, save_adapter
+from qie.training.model.lora_file import ADAPTER_FILE
 from tests.training.adapters import call, one_batch, randomise, trained_adapter, transformer_of
 
 KINDS = [

@@ -13,7 +13,6 @@ from peft import LoraConfig
 
 from qie.errors import ModelError, QieError
 from qie.pretrained import open_pretrained
-from qie.training.blocks import checkpoint_blocks
 from qie.training.flops import Architecture
 from qie.training.memory import (
     Parameters,
@@ -25,6 +24,7 @@ from qie.training.memory import (
     optimizer_bytes,
     out_of_memory,
 )
+from qie.training.model.blocks import checkpoint_blocks
 from tests.training.small import IMAGE_TOKENS, LORA_TARGETS, inputs, small_transformer
 
 RELEASED = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 3584}

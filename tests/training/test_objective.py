@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import huber_loss
 from torch.testing import assert_close
 
-from qie.training.model import pack, unpack
+from qie.training.model.load import pack, unpack
 from qie.training.objective import (
     add_noise,
     draw_dropped,

@@ -13,8 +13,8 @@ import torch
 
 from qie.config import LoraConfig, LossConfig
 from qie.errors import ConfigError
-from qie.training.lora import add_lora
-from qie.training.quantize import is_quantized
+from qie.training.model.lora import add_lora
+from qie.training.model.quantize import is_quantized
 from qie.training.step import Objective
 from tests.conftest import ROOT
 from tests.training.adapters import call, one_batch, randomise, transformer_of
@@ -166,7 +166,7 @@ import sys
 import torch
 from pathlib import Path
 from qie.config import LoraConfig
-from qie.training.lora import add_lora
+from qie.training.model.lora import add_lora
 from tests.training.adapters import transformer_of
 
 torch.distributed.init_process_group("gloo")

@@ -20,8 +20,8 @@ from qie.config import AdapterConfig, Config, LoraConfig, load_config
 from qie.errors import UsageError
 from qie.opening import open_predictor
 from qie.pretrained import PretrainedModel, open_pretrained
-from qie.training.lora import add_frozen_adapters, add_lora, save_adapter
-from qie.training.model import load_transformer
+from qie.training.model.load import load_transformer
+from qie.training.model.lora import add_frozen_adapters, add_lora, save_adapter
 from tests.conftest import AREA_PX
 
 CPU = torch.device("cpu")

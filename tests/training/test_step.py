@@ -22,7 +22,7 @@ from qie.config import LossConfig
 from qie.data.batches import collate
 from qie.data.epoch import PlannedBatch
 from qie.training import objective, step
-from qie.training.model import unpack, velocity
+from qie.training.model.load import unpack, velocity
 from qie.training.step import Draws, Objective
 from qie.types import Batch, Sample
 

@@ -17,13 +17,13 @@ from qie.config import Config, load_config
 from qie.data.sources import SourceSpec, open_source
 from qie.precompute import precompute
 from qie.shards.shard_set import ShardSet
-from qie.training import trainee
-from qie.training.blocks import compile_blocks
-from qie.training.card import read_run
 from qie.training.loop import unheeded
-from qie.training.lora import adapter_state, add_lora, load_adapter
+from qie.training.model import trainee
+from qie.training.model.blocks import compile_blocks
+from qie.training.model.lora import adapter_state, add_lora, load_adapter
 from qie.training.run import Run
 from qie.training.step import Objective
+from qie.training.telling.card import read_run
 from tests.training.adapters import transformer_of
 from tests.training.runs import ADAPTER, ROWS, Bench, checkpoint, lines, losses, names, tree, validations
 

@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from qie.data.sources import open_source
 from qie.precompute import precompute
-from qie.training import resuming, trainee
+from qie.training import resuming
 from qie.training import run as run_module
 from qie.training.checkpoint import read_state
-from qie.training.lora import adapter_state
+from qie.training.model import trainee
+from qie.training.model.lora import adapter_state
 from qie.training.resuming import OPTIMIZER_FILE
 from qie.training.run import Run
 from qie.training.step import Losses, Objective

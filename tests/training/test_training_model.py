@@ -11,8 +11,8 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from qie.config import AdapterConfig, LoraConfig
 from qie.data.sources import open_source
 from qie.errors import ConfigError
-from qie.training.lora import add_frozen_adapters, add_lora, save_adapter
-from qie.training.model import train_everything
+from qie.training.model.load import train_everything
+from qie.training.model.lora import add_frozen_adapters, add_lora, save_adapter
 from tests.training.adapters import batch_of, call, one_batch, transformer_of
 
 

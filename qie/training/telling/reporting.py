@@ -14,9 +14,9 @@ from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import QieError
 from qie.pretrained import PretrainedModel
-from qie.training.card import RunReport, data_digest, library_versions, public_config, read_run
 from qie.training.checkpoint import checkpoints
-from qie.training.metrics import METRICS_FILE, read_metrics
+from qie.training.telling.card import RunReport, data_digest, library_versions, public_config, read_run
+from qie.training.telling.metrics import METRICS_FILE, read_metrics
 
 
 class Reporter:

@@ -12,8 +12,8 @@ from PIL import Image
 
 from qie.config import Config
 from qie.errors import ConfigError
-from qie.training.card import public_config
-from qie.training.metrics import StepMetrics
+from qie.training.telling.card import public_config
+from qie.training.telling.metrics import StepMetrics
 from qie.training.validation import Validation
 
 _NAME_ARGUMENT = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}

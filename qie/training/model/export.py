@@ -38,8 +38,8 @@ from qie.errors import QieError, UsageError
 from qie.pretrained import PretrainedModel, loading
 from qie.stores import LocalFolder
 from qie.training.checkpoint import find_checkpoint
-from qie.training.lora_file import ADAPTER_FILE, PREFIX, LoraFile, explained, read_lora
-from qie.training.model import load_transformer
+from qie.training.model.load import load_transformer
+from qie.training.model.lora_file import ADAPTER_FILE, PREFIX, LoraFile, explained, read_lora
 
 Format = Literal["diffusers", "comfyui"]
 

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from PIL import Image
 
 from qie.config import Config
-from qie.training.metrics import MetricsFile, StepMetrics
-from qie.training.tracking import Tracking
+from qie.training.telling.metrics import MetricsFile, StepMetrics
+from qie.training.telling.tracking import Tracking
 from qie.training.validation import Validation
 
 

@@ -23,8 +23,8 @@ from qie.config import AdapterConfig
 from qie.config import LoraConfig as LoraSection
 from qie.errors import ConfigError, QieError
 from qie.paths import local_path
-from qie.training.lora_file import ADAPTER_FILE, PREFIX, explained, read_lora, scale_of, settings_of
-from qie.training.sharding import fill, keep_from_ddp, whole
+from qie.training.model.lora_file import ADAPTER_FILE, PREFIX, explained, read_lora, scale_of, settings_of
+from qie.training.model.sharding import fill, keep_from_ddp, whole
 
 _TRAINED = "default"
 

@@ -12,7 +12,7 @@ from qie.config import AdapterConfig
 from qie.errors import UsageError
 from qie.paths import local_path
 from qie.pretrained import PretrainedModel, loading, read_json
-from qie.training.lora_file import ADAPTER_FILE, LoraFile, read_lora
+from qie.training.model.lora_file import ADAPTER_FILE, LoraFile, read_lora
 
 
 def check_adapters(pretrained: PretrainedModel, adapters: Sequence[AdapterConfig], key: str) -> None:

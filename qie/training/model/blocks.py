@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from qie.errors import ConfigError
-from qie.training.sharding import keep_from_ddp
+from qie.training.model.sharding import keep_from_ddp
 
 
 def offloaded_blocks(blocks: int, offload: int) -> list[int]:

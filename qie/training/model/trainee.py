@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from qie.config import Config
 from qie.pretrained import PretrainedModel
-from qie.training.blocks import checkpoint_blocks, compile_blocks
 from qie.training.checkpoint import explained_damage
-from qie.training.ema import Ema
-from qie.training.lora import add_frozen_adapters, add_lora, as_saved, fill_adapter, load_adapter, save_adapter
-from qie.training.lora_file import ADAPTER_FILE
 from qie.training.memory import empty_transformer
-from qie.training.model import load_transformer, train_everything
-from qie.training.sharding import all_whole, fill, reshard
-from qie.training.weights import not_finite, read_transformer, require_finite, save_transformer
+from qie.training.model.blocks import checkpoint_blocks, compile_blocks
+from qie.training.model.ema import Ema
+from qie.training.model.load import load_transformer, train_everything
+from qie.training.model.lora import add_frozen_adapters, add_lora, as_saved, fill_adapter, load_adapter, save_adapter
+from qie.training.model.lora_file import ADAPTER_FILE
+from qie.training.model.sharding import all_whole, fill, reshard
+from qie.training.model.weights import not_finite, read_transformer, require_finite, save_transformer
 
 EMA_FOLDER = "ema"
 

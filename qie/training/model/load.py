@@ -11,7 +11,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 
 from qie.errors import ConfigError
 from qie.pretrained import PretrainedModel, loading
-from qie.training.quantize import Quantization, is_quantized, quantize_blocks
+from qie.training.model.quantize import Quantization, is_quantized, quantize_blocks
 from qie.types import Batch
 
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from qie.training.weights import not_finite
+from qie.training.model.weights import not_finite
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""What a run tells: its metrics, trackers, run.json and model card."""
