@@ -388,6 +388,7 @@ def test_pixels_are_those_of_diffusers_image_processor_bit_for_bit(size: tuple[i
     found = to_pixels(ours)
     assert found.dtype == expected.dtype == torch.float32
     assert found.shape == (1, 3, height, width)
+    # A quotient, a product and a difference of each value, which IEEE 754 defines to the bit.
     assert torch.equal(found, expected)
 
 

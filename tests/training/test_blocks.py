@@ -1,4 +1,7 @@
-"""Blocks that compute activations again, whose weights wait in host memory, or that are compiled, compute the same."""
+"""Blocks that compute activations again, whose weights wait in host memory, or that are compiled, compute the same.
+
+Bit for bit, since the same kernels run on the same numbers at equally aligned addresses; but for compiled ones.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,13 @@ CPU = torch.device("cpu")
 def assert_bit_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def assert_equal_but_for_rounding(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """As a graph computes, whose kernels may be others than those of the layers."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5 * float(value.std()))
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +253,7 @@ def test_each_block_runs_compiled_and_few_graphs_serve_all_blocks_and_sizes(expe
     checkpoint_blocks(transformer, 2, 3, CPU)
     backend = CountingBackend()
     compile_blocks(transformer, backend)
-    for name, found in gradients(transformer).items():
-        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-5 * float(expected[name].std()))
+    assert_equal_but_for_rounding(gradients(transformer), expected)
     assert backend.calls == 6 + 3, "each block, and half of them again"
     graphs = backend.graphs
     for text_tokens in (9, 20):
@@ -258,7 +267,7 @@ def test_the_backward_pass_of_compiled_blocks_reads_no_weights_that_left(device_
     transformer = small_transformer(num_layers=2)
     checkpoint_blocks(transformer, 0, 2, CPU)
     compile_blocks(transformer, "aot_eager")
-    assert_bit_equal(gradients(transformer), gradients(small_transformer(num_layers=2)))
+    assert_equal_but_for_rounding(gradients(transformer), gradients(small_transformer(num_layers=2)))
     assert alive(device_copies) == 0
 
 

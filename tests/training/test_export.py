@@ -131,10 +131,13 @@ def test_layers_keep_ranks_and_alphas_of_their_own(tiny_edit: Path, batch, tmp_p
 
 
 @pytest.mark.parametrize("kind", [*KINDS, DORA])
-def test_the_file_for_diffusers_computes_the_same_bits(tiny_edit: Path, batch, saved, tmp_path: Path, kind) -> None:
+def test_diffusers_computes_the_same_with_the_file_for_diffusers(
+    tiny_edit: Path, batch, saved, tmp_path: Path, kind
+) -> None:
     folder, trained = saved(**kind)
     export_adapter(folder, tmp_path / "out.safetensors", "diffusers")
-    assert torch.equal(call(loaded(tiny_edit, tmp_path / "out.safetensors"), batch), call(trained, batch))
+    found = call(loaded(tiny_edit, tmp_path / "out.safetensors"), batch)
+    assert off(found, call(trained, batch), call(transformer_of(tiny_edit), batch)) < 1e-5
 
 
 def test_files_for_diffusers_name_what_each_of_its_releases_asks_for_and_nothing_that_an_older_peft_lacks(

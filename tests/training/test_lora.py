@@ -46,6 +46,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def equal_but_for_rounding(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To 1e-5 of the spread. Weights that diffusers reads from a file lie at any address, copies at multiples of 64, on
+    which the last bits of a product depend on some CPUs.
+    """
+    return bool((found - expected).abs().max() < 1e-5 * expected.std())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_diffusers_loads_the_adapter_and_computes_the_same(tiny_edit: Path, batch, tmp_path: Path, kind) -> None:
     trained = trained_adapter(tiny_edit, **kind)
@@ -56,7 +63,7 @@ def test_diffusers_loads_the_adapter_and_computes_the_same(tiny_edit: Path, batc
 
     expected = call(trained, batch)
     assert (expected - plain).abs().max() > 0.1, "the adapter does nothing"
-    assert torch.equal(call(pipe.transformer, batch), expected)
+    assert equal_but_for_rounding(call(pipe.transformer, batch), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,6 +74,7 @@ def test_a_saved_adapter_goes_back_into_a_run(tiny_edit: Path, batch, tmp_path: 
     add_lora(fresh, LoraConfig(**kind), seed=9)
     load_adapter(fresh, tmp_path)
     assert same(weights(fresh), weights(trained))
+    # Both hold copies of the adapter, equally aligned, over a base of the same file.
     assert torch.equal(call(fresh.eval(), batch), call(trained, batch))
 
 
@@ -111,6 +119,7 @@ def test_a_fresh_adapter_changes_nothing_and_only_it_is_trained(tiny_edit: Path,
     transformer = transformer_of(tiny_edit, dtype, quantize=quantize).eval()
     expected = call(transformer, inputs)
     add_lora(transformer, LoraConfig(r=4, **kind), seed=0)
+    # The same products, plus zero; a magnitude over the length that it was made from is exactly 1.
     assert torch.equal(call(transformer, inputs), expected)
     trained = weights(transformer)
     assert trained and all(".lora_" in name for name in trained)
@@ -125,7 +134,7 @@ def test_an_orthogonal_start_changes_nothing_but_rounding_though_no_matrix_is_ze
     expected = call(transformer, batch)
     add_lora(transformer, LoraConfig(r=4, init_lora_weights="orthogonal"), seed=0)
     assert all(weight.abs().max() > 0.01 for weight in weights(transformer).values())
-    assert (call(transformer, batch) - expected).abs().max() < 1e-5 * expected.std()
+    assert equal_but_for_rounding(call(transformer, batch), expected)
 
 
 def test_an_orthogonal_start_of_an_odd_rank_is_refused(tiny_edit: Path) -> None:
@@ -186,8 +195,7 @@ def test_a_run_continues_from_an_adapter_of_others(tiny_edit: Path, batch, tmp_p
     save_file(state, tmp_path / "lora.safetensors")
     second = transformer_of(tiny_edit)
     add_lora(second, LoraConfig(r=4, lora_alpha=4.0, continue_from=str(tmp_path / "lora.safetensors")), seed=5)
-    expected = call(first, batch)
-    assert (call(second.eval(), batch) - expected).abs().max() < 1e-5 * expected.std()
+    assert equal_but_for_rounding(call(second.eval(), batch), call(first, batch))
 
 
 @pytest.mark.parametrize(
@@ -252,14 +260,14 @@ def test_frozen_adapters_take_part_at_their_scale_and_are_neither_trained_nor_sa
 
     pipe.set_adapters(["0", "1"], [0.5, -0.5])
     # In training, too: what was trained with dropout has none here.
-    assert torch.equal(call(transformer.train(), batch), call(pipe.transformer.eval(), batch))
+    assert equal_but_for_rounding(call(transformer.train(), batch), call(pipe.transformer.eval(), batch))
 
     save_adapter(randomise(transformer), tmp_path / "trained")
     assert len(load_file(tmp_path / "trained" / ADAPTER_FILE)) == len(weights(transformer))
     pipe.load_lora_weights(tmp_path / "trained", adapter_name="trained")
     pipe.set_adapters(["0", "1", "trained"], [0.5, -0.5, 1.0])
     expected = call(pipe.transformer.eval(), batch)
-    assert (call(transformer, batch) - expected).abs().max() < 1e-5 * expected.std()
+    assert equal_but_for_rounding(call(transformer, batch), expected)
 
 
 def test_a_frozen_adapter_of_another_model_is_refused(tiny_edit: Path, tmp_path: Path) -> None:
