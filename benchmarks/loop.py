@@ -35,9 +35,8 @@ from qie.config import Config
 from qie.data import open_stream
 from qie.pretrained import PretrainedModel
 from qie.recipe import FAMILIES
-from qie.training.objective import drop_captions
+from qie.training.objective import Objective, drop_captions
 from qie.training.run import Run
-from qie.training.step import Objective
 from qie.training.stopping import stop_requested
 from qie.training.telling.journal import Journal, Listener
 

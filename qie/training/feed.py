@@ -13,7 +13,7 @@ from qie.config import TrainConfig
 from qie.data.stream import Stream
 from qie.errors import ConfigError
 from qie.stages import Pipeline
-from qie.training.step import Draws, Objective
+from qie.training.objective import NoiseDraws, Objective
 from qie.types import Batch
 
 
@@ -22,7 +22,7 @@ class Prepared:
     """A batch where the model is, its random numbers, its epoch, and the stream's state behind it."""
 
     batch: Batch
-    draws: Draws
+    draws: NoiseDraws
     epoch: int
     position: dict[str, Any]
 

@@ -1,20 +1,169 @@
-"""The objective, as pure functions: flow matching, its noise levels, weights and dropout. All in float32.
+"""The objective: the loss of a batch, in training and in validation. Flow matching, computed in float32.
 
-What is random here is a function of (seed, step, key of the sample) and a name, never of what was drawn before: a
-resumed run, or one with another number of processes, draws the same.
+Everything here is pure. What is random is a function of (seed, step, key of the sample) and a name, never of earlier
+draws: a resumed run, or one with another number of processes, draws the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from torch.nn.functional import huber_loss, mse_loss, pad
 
+from qie.config import LossConfig
 from qie.types import Batch
+
+_VALIDATION = -1  # the step whose noise a validation takes: training has no such step
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseDraws:
+    """All that is random about a batch in a step, on the CPU.
+
+    Attributes:
+        noise: ε, [B, C, 1, H, W] float32.
+        sigmas: noise levels before the shift, [B] float32.
+        dropped_prompts: which samples are given the null prompt, [B] bool.
+        dropped_controls: which samples are given zeros for their controls' latents, [B] bool.
+    """
+
+    noise: torch.Tensor
+    sigmas: torch.Tensor
+    dropped_prompts: torch.Tensor
+    dropped_controls: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """The losses of a batch, sample by sample.
+
+    Attributes:
+        loss: [B] float32 on the model's device, before the batch's weights.
+        sigmas: the noise levels of these losses, after the shift, [B] float32 on the CPU.
+    """
+
+    loss: torch.Tensor
+    sigmas: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Everything but the model that decides a batch's loss.
+
+    Attributes:
+        section: the configuration's `loss`.
+        caption_dropout_rate: how often the null prompt replaces a prompt.
+        seed: of noise, noise levels and dropout.
+        shift_range: of a dynamic shift, the scheduler's values, see `load_shift`.
+        device, dtype: where and in what precision the model computes. The loss is float32.
+        control_dropout_rate: how often zeros replace the latents of a sample's controls.
+    """
+
+    section: LossConfig
+    caption_dropout_rate: float
+    seed: int
+    shift_range: dict[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+    control_dropout_rate: float = 0.0
+
+    def draw(self, batch: Batch, step: int) -> NoiseDraws:
+        """The random numbers of a batch: a function of seed, step and keys alone.
+
+        It needs neither the model nor a shared generator, so a thread may draw ahead of the step.
+        """
+        section, at = self.section, (self.seed, step, batch.keys)
+        return NoiseDraws(
+            noise=draw_noise(*at, batch.pixel_latent.shape[1:]),
+            sigmas=draw_sigmas(
+                *at,
+                section.timestep_sampling,
+                logit_mean=section.logit_mean,
+                logit_std=section.logit_std,
+                mode_scale=section.mode_scale,
+            ),
+            dropped_prompts=draw_dropped(*at, self.caption_dropout_rate, "caption"),
+            dropped_controls=draw_dropped(*at, self.control_dropout_rate, "control"),
+        )
+
+    def moved(self, batch: Batch) -> Batch:
+        """The batch on the model's device and in its precision. The target stays float32: as exact as it is stored.
+
+        Moving a batch again changes nothing, so a thread may move it ahead of its step.
+        """
+        latent = batch.pixel_latent.to(self.device, torch.float32, non_blocking=True)
+        return replace(batch.to(self.device, self.dtype), pixel_latent=latent)
+
+    def losses(self, model: torch.nn.Module, batch: Batch, draws: NoiseDraws) -> Losses:
+        """Each sample's loss. The batch may be on any device."""
+        batch = self.moved(batch)
+        latent, noise = batch.pixel_latent, draws.noise.to(self.device, non_blocking=True)
+        prompt = drop_captions(batch, draws.dropped_prompts)
+        batch = replace(batch, control_latent=drop_controls(batch.control_latent, draws.dropped_controls))
+        levels = shift_sigmas(draws.sigmas, self._shift(latent))
+        sigmas = levels.to(self.device, non_blocking=True)
+        noisy = add_noise(latent, noise, sigmas).to(self.dtype)
+        predicted = velocity(model, noisy, sigmas.to(self.dtype), batch, *prompt)
+        loss = flow_loss(
+            predicted,
+            latent,
+            noise,
+            sigmas,
+            weighting=self.section.weighting,
+            huber_delta=self.section.huber_delta if self.section.kind == "huber" else None,
+            pixel_weight=self._pixel_weight(batch),
+        )
+        return Losses(loss, levels)
+
+    def loss(self, model: torch.nn.Module, batch: Batch, step: int) -> torch.Tensor:
+        """Mean loss of a batch in a training step, weighted by the batch's weights."""
+        losses = self.losses(model, batch, self.draw(batch, step))
+        return (losses.loss * batch.weight.to(self.device)).mean()
+
+    @torch.no_grad()
+    def validation_losses(self, model: torch.nn.Module, batch: Batch, level: float) -> torch.Tensor:
+        """Each sample's loss at one noise level before the shift, [B]. Nothing is dropped, and the noise never changes.
+
+        So two such losses of a run differ only by what the model has learnt between them.
+        """
+        noise = draw_noise(self.seed, _VALIDATION, batch.keys, batch.pixel_latent.shape[1:])
+        kept = torch.zeros(len(batch), dtype=torch.bool)
+        with _evaluating(model):
+            return self.losses(model, batch, NoiseDraws(noise, torch.full((len(batch),), level), kept, kept)).loss
+
+    def _pixel_weight(self, batch: Batch) -> torch.Tensor | None:
+        foreground, background = self.section.mask_foreground_weight, self.section.mask_background_weight
+        if batch.loss_mask is None or foreground == background:
+            return None
+        return mask_weight(batch.loss_mask, foreground, background)
+
+    def _shift(self, latent: torch.Tensor) -> float:
+        if self.section.shift == "none":
+            return 1.0
+        if self.section.shift == "dynamic":
+            target_tokens = latent.shape[-2] * latent.shape[-1] // 4
+            return dynamic_shift(target_tokens, **self.shift_range)
+        return float(self.section.shift)
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+# The formulas
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -48,12 +197,12 @@ def draw_sigmas(
 ) -> torch.Tensor:
     """Noise levels before the shift, [B] in [0.001, 1].
 
-    The densities are those of Esser et al. 2024, arXiv:2403.03206, section 3.1, as diffusers computes them. What is
-    drawn is the level itself, as there: a positive `logit_mean` means more noise. (Training scripts of diffusers use
+    The densities are those of Esser et al. 2024, arXiv:2403.03206, section 3.1, as diffusers computes them. The draw
+    is the level itself, as there: a positive `logit_mean` means more noise. (Training scripts of diffusers use
     the draw as an index into falling levels, which turns that around.)
 
     Args:
-        seed, step, keys: all that the draws depend on.
+        seed, step, keys: the draws depend on nothing else.
         sampling: uniform, logit_normal or mode.
         logit_mean, logit_std: of the normal distribution whose sigmoid logit_normal is.
         mode_scale: of mode; above 0 prefers middle levels, below 0 the ends.
@@ -131,7 +280,7 @@ def flow_loss(
 def mask_weight(loss_mask: torch.Tensor, foreground_weight: float, background_weight: float) -> torch.Tensor:
     """Weights of [B, H, W] uint8 masks: `foreground_weight` where fully covered, `background_weight` where not.
 
-    Between them by degree, and scaled to a mean of 1 over each sample. What weighs nothing anywhere weighs nothing.
+    Partly covered pixels weigh between the two. Weights are scaled to a mean of 1 over each sample, unless all are 0.
     """
     covered = loss_mask.float() / 255
     weight = foreground_weight * covered + background_weight * (1 - covered)
@@ -166,3 +315,46 @@ def _padded(embeds: torch.Tensor, mask: torch.Tensor | None, length: int) -> tup
     missing = length - embeds.shape[1]
     mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device) if mask is None else mask
     return pad(embeds, (0, 0, 0, missing)), pad(mask, (0, missing))
+
+
+# The model, called as the pipelines of diffusers call it
+
+
+def velocity(
+    transformer: torch.nn.Module,
+    noisy: torch.Tensor,
+    sigmas: torch.Tensor,
+    batch: Batch,
+    prompt_embed: torch.Tensor,
+    prompt_embeds_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """The model's prediction of ε − x₀ for a noisy target, [B, C, 1, H, W].
+
+    The controls' tokens follow the target's, and their predictions are dropped, as in diffusers' pipelines.
+    σ itself is the timestep: the factor 1000 is inside the model.
+    """
+    packed = [pack(noisy), *(pack(control) for control in batch.control_latent)]
+    grid = [(1, latent.shape[-2] // 2, latent.shape[-1] // 2) for latent in (noisy, *batch.control_latent)]
+    predicted = transformer(
+        hidden_states=torch.cat(packed, dim=1),
+        timestep=sigmas,
+        encoder_hidden_states=prompt_embed,
+        encoder_hidden_states_mask=prompt_embeds_mask,
+        img_shapes=[grid] * len(batch),
+        return_dict=False,
+    )[0]
+    return unpack(predicted[:, : packed[0].shape[1]], noisy.shape[-2], noisy.shape[-1])
+
+
+def pack(latent: torch.Tensor) -> torch.Tensor:
+    """[B, C, 1, H, W] to tokens of 2×2 latent pixels, [B, H/2·W/2, 4·C]: `_pack_latents` of diffusers' pipelines."""
+    batch, channels, _, height, width = latent.shape
+    patches = latent.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
+
+
+def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The inverse of `pack` for a latent of [C, 1, height, width]."""
+    batch, _, channels = tokens.shape
+    patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(batch, channels // 4, 1, height, width)

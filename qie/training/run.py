@@ -27,10 +27,9 @@ from qie.training.model.load import load_shift
 from qie.training.model.sharding import whole
 from qie.training.model.trainee import Trainee
 from qie.training.model.weights import require_finite
-from qie.training.objective import derive_seed
+from qie.training.objective import Objective, derive_seed
 from qie.training.optimizer import check_optimizer, make_optimizer, make_schedule, named_state
 from qie.training.resuming import OPTIMIZER_FILE, Saved, identity, require_same, require_steps
-from qie.training.step import Objective
 from qie.training.telling.card import RunReport, read_run, write_card, write_run
 from qie.training.telling.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
 from qie.training.validation import Validation, validate

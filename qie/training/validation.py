@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from qie.data.stream import Stream
-from qie.training.step import Objective
+from qie.training.objective import Objective
 from qie.training.telling.metrics import by_level
 
 

@@ -11,8 +11,9 @@ from qie.data.batches import collate
 from qie.data.epoch import PlannedBatch
 from qie.data.sources import open_source
 from qie.pretrained import open_pretrained
-from qie.training.model.load import load_transformer, velocity
+from qie.training.model.load import load_transformer
 from qie.training.model.lora import add_lora
+from qie.training.objective import velocity
 
 
 def transformer_of(folder: Path, dtype: torch.dtype = torch.float32, **how):

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from qie.training import run as run_module
 from qie.training.flops import Architecture, step_flops
-from qie.training.step import Objective
+from qie.training.objective import Objective
 from qie.training.telling.card import read_run
 from qie.training.telling.metrics import LEVELS, StepMetrics
 from tests.training.runs import ROWS, Bench, checkpoint, lines, losses, names, validations

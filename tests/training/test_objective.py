@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch.nn.functional import huber_loss
 from torch.testing import assert_close
 
-from qie.training.model.load import pack, unpack
 from qie.training.objective import (
     add_noise,
     draw_dropped,
@@ -27,7 +26,9 @@ from qie.training.objective import (
     flow_loss,
     generator,
     mask_weight,
+    pack,
     shift_sigmas,
+    unpack,
 )
 from qie.types import Batch
 

@@ -15,7 +15,7 @@ from qie.config import LoraConfig, LossConfig
 from qie.errors import ConfigError
 from qie.training.model.lora import add_lora
 from qie.training.model.quantize import is_quantized
-from qie.training.step import Objective
+from qie.training.objective import Objective
 from tests.conftest import ROOT
 from tests.training.adapters import call, one_batch, randomise, transformer_of
 

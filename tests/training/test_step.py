@@ -21,9 +21,8 @@ from torch.testing import assert_close
 from qie.config import LossConfig
 from qie.data.batches import collate
 from qie.data.epoch import PlannedBatch
-from qie.training import objective, step
-from qie.training.model.load import unpack, velocity
-from qie.training.step import Draws, Objective
+from qie.training import objective
+from qie.training.objective import NoiseDraws, Objective, unpack, velocity
 from qie.types import Batch, Sample
 
 CPU = torch.device("cpu")
@@ -100,8 +99,8 @@ def plus(tiny_edit_plus: Path) -> QwenImageTransformer2DModel:
     return model
 
 
-def tensors(draws: Draws) -> list[torch.Tensor]:
-    return [getattr(draws, field.name) for field in fields(Draws)]
+def tensors(draws: NoiseDraws) -> list[torch.Tensor]:
+    return [getattr(draws, field.name) for field in fields(NoiseDraws)]
 
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[bool]:
@@ -135,7 +134,7 @@ def test_draws_need_no_data_and_another_thread_draws_the_same_without_touching_t
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    found: list[Draws] = []
+    found: list[NoiseDraws] = []
     thread = threading.Thread(target=lambda: found.append(made.draw(shapes, 4)))
     thread.start()
     thread.join()
@@ -270,7 +269,7 @@ def test_a_sample_without_controls_is_one_whose_controls_are_zeros_and_keeps_its
 @contextmanager
 def without_prompt_mask(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched:
-        patched.setattr(step, "velocity", lambda *arguments: velocity(*arguments[:-1], None))
+        patched.setattr(objective, "velocity", lambda *arguments: velocity(*arguments[:-1], None))
         yield
 
 

@@ -24,9 +24,9 @@ from qie.training import run as run_module
 from qie.training.checkpoint import read_state
 from qie.training.model import trainee
 from qie.training.model.lora import adapter_state
+from qie.training.objective import Losses, Objective
 from qie.training.resuming import OPTIMIZER_FILE
 from qie.training.run import Run
-from qie.training.step import Losses, Objective
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines, losses, names, tree
 
 

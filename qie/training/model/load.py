@@ -1,4 +1,4 @@
-"""The transformer: loaded, and called on a batch."""
+"""The transformer, loaded as it was released."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from qie.errors import ConfigError
 from qie.pretrained import PretrainedModel, loading
 from qie.training.model.quantize import Quantization, is_quantized, quantize_blocks
-from qie.types import Batch
 
 
 def load_transformer(
@@ -115,43 +114,3 @@ def _check_attention_backend(name: str) -> None:
             expected=", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names),
             found=name,
         )
-
-
-def velocity(
-    transformer: torch.nn.Module,
-    noisy: torch.Tensor,
-    sigmas: torch.Tensor,
-    batch: Batch,
-    prompt_embed: torch.Tensor,
-    prompt_embeds_mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """The model's prediction of ε − x₀ for a noisy target, [B, C, 1, H, W].
-
-    The controls' tokens follow the target's, and what is predicted for them is dropped, as in diffusers' pipelines.
-    σ itself is the timestep: the factor 1000 is inside the model.
-    """
-    packed = [pack(noisy), *(pack(control) for control in batch.control_latent)]
-    grid = [(1, latent.shape[-2] // 2, latent.shape[-1] // 2) for latent in (noisy, *batch.control_latent)]
-    predicted = transformer(
-        hidden_states=torch.cat(packed, dim=1),
-        timestep=sigmas,
-        encoder_hidden_states=prompt_embed,
-        encoder_hidden_states_mask=prompt_embeds_mask,
-        img_shapes=[grid] * len(batch),
-        return_dict=False,
-    )[0]
-    return unpack(predicted[:, : packed[0].shape[1]], noisy.shape[-2], noisy.shape[-1])
-
-
-def pack(latent: torch.Tensor) -> torch.Tensor:
-    """[B, C, 1, H, W] to tokens of 2×2 latent pixels, [B, H/2·W/2, 4·C]: `_pack_latents` of diffusers' pipelines."""
-    batch, channels, _, height, width = latent.shape
-    patches = latent.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
-
-
-def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The inverse of `pack` for a latent of [C, 1, height, width]."""
-    batch, _, channels = tokens.shape
-    patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(batch, channels // 4, 1, height, width)
