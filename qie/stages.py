@@ -64,7 +64,10 @@ class Load:
 
 
 def quick_turns() -> None:
-    """Let threads of this process hand Python's lock on after 0.2 ms, not 5: for whoever owns the process.
+    """Let threads of this process hand Python's lock on after 0.2 ms, not 5.
+
+    For processes in which encoders work beside something else: qie-precompute and its workers, and whoever opens a
+    stream that encodes live. It stays so until the process ends.
 
     Between any two operations of a model a thread needs the lock. While another runs many small ones, as a text encoder
     does for short prompts, it would wait up to 5 ms each time.
