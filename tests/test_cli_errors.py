@@ -488,6 +488,23 @@ def test_no_shards_found_says_what_is_there_instead(
     assert "no shards found" in message and found in message
 
 
+@pytest.mark.parametrize("arguments", [(), ("--verify",), ("--json",), ("--plan",)])
+@pytest.mark.parametrize("place", ["{}", "{}/*.tar", "{}/00000000-00000004.tar", "{}/00000000-*.json"])
+def test_tars_whose_indexes_are_gone_are_a_fault_that_names_them(
+    work: Path, arguments: tuple[str, ...], place: str
+) -> None:
+    (work / "shards" / "00000000-00000004.json").unlink()
+    for name in (place.format("shards"), place.format(work / "shards")):
+        result = CliRunner().invoke(stats.main, [name, *arguments])
+        assert result.exit_code == 1 and result.stdout == "", result.output
+        assert "tars have no index" in result.stderr and "00000000-00000004.tar" in result.stderr
+
+
+def test_tars_of_other_names_are_no_shards_that_lost_their_index(refused: Refused, work: Path) -> None:
+    (work / "empty" / "train-0001.tar").touch()
+    assert "train-0001.tar" in refused(stats, "empty")
+
+
 def test_one_place_without_shards_is_refused_among_others_that_have_some(refused: Refused) -> None:
     assert "where:    empty" in refused(stats, "shards", "empty")
     assert "where:    empty" in refused(train, "shards", "empty", *CONFIG, *put("data.source", "null"))
@@ -541,6 +558,26 @@ def test_a_path_that_the_system_refuses_is_refused(refused: Refused, command) ->
 
 
 # Painting
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--cfg", ["nan", "inf", "-1", "101", "1e308", "x", ""]),
+        ("--steps", ["1", "0", "-1", "1001", str(10**30), "2.5", "nan"]),
+        ("--seed", ["-1", str(2**63), "0.5"]),
+        ("--num-images", ["0", "10001", str(10**30)]),
+        ("--size", ["0x0", "16x99999999", "nanxnan", "-16x16", ""]),
+        ("--lora", ["adapter:nan", "adapter:inf", "adapter:1e308", "adapter:-1001"]),
+    ],
+)
+def test_an_odd_number_is_refused_by_its_option(work: Path, option: str, values: list[str]) -> None:
+    (work / "adapter").mkdir()
+    (work / "adapter" / "pytorch_lora_weights.safetensors").touch()
+    for value in values:
+        result = CliRunner().invoke(predict.main, [*PAINT, option, value])
+        assert isinstance(result.exception, SystemExit) and result.exit_code == 2, (value, result.output)
+        assert option in result.stderr, (value, result.output)
 
 
 @pytest.mark.parametrize(

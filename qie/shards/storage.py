@@ -41,6 +41,7 @@ def find_indexes(places: str | Path | Iterable[str | Path], *, or_none: bool = F
         or_none: a folder that is there, or a glob, may hold no shards.
 
     Raises:
+        ShardError: in a place are tars of shards, but no index of one.
         UsageError: a place is of a kind that is not read, or nothing was found in it; says what is there.
         StoreError: a store cannot be reached, or not be listed.
     """
@@ -52,6 +53,8 @@ def find_indexes(places: str | Path | Iterable[str | Path], *, or_none: bool = F
         if or_none:
             lacking = [name for name in lacking if not _may_be_empty(name)]
         if lacking or not (or_none or any(found.values())):
+            for name in lacking or names:
+                _refuse_lonely(name)
             raise UsageError(
                 "no shards found",
                 where=lacking[0] if lacking and len(names) > 1 else place,
@@ -116,6 +119,35 @@ def gaps(indexes: Iterable[File]) -> Iterator[Gap]:
             if start > end:
                 yield url, end, start
             end = max(end, stop)
+
+
+def lonely(folder: Folder) -> list[File]:
+    """The tars of a folder that are named as shards are, and have no index beside them. Raises UnlistedError."""
+    names = folder.listing()
+    tars = [File(folder, name) for name in names if name.endswith(".tar") and parse_stem(name[:-4])]
+    # Its writer may have published the index since the folder was listed.
+    return [tar for tar in tars if (index := tar.with_suffix(".json")).name not in names and index.size() is None]
+
+
+def _refuse_lonely(place: str) -> None:
+    """Raise ShardError for a place without an index, where tars of shards are."""
+    folder, matching = open_folder(place), "*"
+    if place.endswith((".tar", ".json")):
+        file = File.at(place)
+        folder, matching = file.folder, f"{file.stem}.tar"
+    try:
+        tars = [tar for tar in lonely(folder) if fnmatchcase(tar.name, matching)]
+    except (StoreError, UsageError):  # a folder that is not there, or a glob of some
+        return
+    if tars:
+        more = f", … ({len(tars)} tars)" if len(tars) > 6 else ""
+        raise ShardError(
+            "tars have no index, and are no shards without it",
+            where=folder,
+            expected=f"{tars[0].stem}.json beside {tars[0].name}, and so on",
+            found=", ".join(tar.name for tar in tars[:6]) + more,
+            hint="put the indexes back, or run qie-precompute again, which writes the shards anew",
+        )
 
 
 def _may_be_empty(name: str) -> bool:

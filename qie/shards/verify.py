@@ -15,11 +15,10 @@ import numpy as np
 
 from qie.errors import QieError, ShardError
 from qie.shards.compact import COMPACT_NAME, Compact, CompactShard
-from qie.shards.index import parse_stem
 from qie.shards.parts import Part, part_of
 from qie.shards.reader import Shard, Tar
 from qie.shards.shard_set import ShardSet
-from qie.shards.storage import indexes_in
+from qie.shards.storage import indexes_in, lonely
 from qie.shards.table import Table
 from qie.stores import File, Folder, UnlistedError
 
@@ -80,23 +79,20 @@ def compact_faults(compact: Compact, number: int, shard: Shard) -> Iterator[QieE
 def lonely_tars(folder: Folder, indexes: Sequence[File]) -> Iterator[QieError]:
     """Shards of a folder whose tar is there and whose index is not; none where only some of its shards were named."""
     try:
-        names = folder.listing()
+        tars = lonely(folder)
     except UnlistedError:
         return
     if {index.name for index in indexes_in(folder)} - {
         index.name for index in indexes if index.folder.url == folder.url
     }:
         return
-    for name in names:
-        index = File(folder, name).with_suffix(".json")
-        # Its writer may have published the index since the folder was listed.
-        if name.endswith(".tar") and parse_stem(index.stem) and index.name not in names and index.size() is None:
-            yield ShardError(
-                "a tar has no index",
-                where=File(folder, name),
-                expected=index.name,
-                hint="put its index back, or run qie-precompute again, which writes the shard anew",
-            )
+    for tar in tars:
+        yield ShardError(
+            "a tar has no index",
+            where=tar,
+            expected=f"{tar.stem}.json",
+            hint="put its index back, or run qie-precompute again, which writes the shard anew",
+        )
 
 
 @dataclass(eq=False)
