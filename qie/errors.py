@@ -2,6 +2,7 @@
 
     QieError                      exit code 1: the work found a fault
     ├── UsageError                exit code 2: the command line, or a path on it, is wrong
+    │   ├── GoneError             an attribute of earlier programs; also an AttributeError
     │   ├── ConfigError           the configuration file or a --set
     │   ├── SourceError           the rows cannot be opened at all
     │   └── ModelError            a model lacks a component, or is of another kind
@@ -76,6 +77,10 @@ class UsageError(QieError):
     """The command line, or something it points at, is wrong. Nothing was done."""
 
     exit_code = 2
+
+
+class GoneError(UsageError, AttributeError):
+    """An attribute that is not there; as an AttributeError it also answers `hasattr` and `getattr` with a default."""
 
 
 class ConfigError(UsageError):

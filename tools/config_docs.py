@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from qie.config import Config
+from qie.config.section import MANY
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 MARKER = "<!-- From here on tools/config_docs.py writes. -->\n"
@@ -18,6 +19,7 @@ MARKER = "<!-- From here on tools/config_docs.py writes. -->\n"
 Json = dict[str, Any]
 BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 WORDS = {"boolean": "true or false", "string": "text", "object": "keys and values"}
+SLIPS = ("maximum", "exclusiveMaximum")
 LAST = {"array": 1, "null": 2}  # of several types, these are named last
 
 
@@ -76,7 +78,12 @@ def words(field: Json) -> str:
         low, high = field.get("minItems"), field.get("maxItems")
         count = f"{low} × " if low and low == high else f"{low} or more × " if low else ""
         return f"list of {count}{words(field['items'])}"
-    bounds = [f"{sign} {value(field[bound]).removesuffix('.0')}" for bound, sign in BOUNDS.items() if bound in field]
+    # Every number has two ends; those that only a slip meets are said once, above the tables.
+    bounds = [
+        f"{sign} {value(field[bound]).removesuffix('.0')}"
+        for bound, sign in BOUNDS.items()
+        if bound in field and not (bound in SLIPS and field[bound] >= MANY)
+    ]
     kind = str(field.get("format") or WORDS.get(field["type"], field["type"]))
     return f"{kind} {', '.join(bounds)}".strip()
 

@@ -263,6 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", choices=sorted(PIPELINES), default="edit", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args(arguments)
+    if not 0 <= options.seed < 2**63:
+        parser.error("--seed is from 0 to 2**63 - 1")
     out = options.out.resolve()
     if reason := refusal(out):
         print(f"refusing to write: {reason}", file=sys.stderr)

@@ -6,6 +6,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -28,6 +29,14 @@ set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a configuration value; repeatable."
 )
 quiet_option = click.option("--quiet", is_flag=True, help="No progress, only results and errors.")
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers, of which nan, that is neither below nor above anything, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value!r} is no finite number.", param, ctx)
 
 
 class Command(click.Command):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -175,8 +174,6 @@ def parse_lora(text: str) -> AdapterConfig:
             path, scale = local_path(before), float(after)
         except ValueError:
             path = local_path(text)
-    if not math.isfinite(scale):
-        raise UsageError("the scale of a LoRA is no finite number", where=f"--lora {text}")
     if not (path / ADAPTER_FILE).is_file() and not (path.is_file() and path.suffix == ".safetensors"):
         whole = (path / "transformer").is_dir() or path.name == "transformer"
         raise UsageError(
@@ -187,7 +184,11 @@ def parse_lora(text: str) -> AdapterConfig:
             if whole
             else "give a checkpoint-NNNNNN folder, or PATH:SCALE",
         )
-    return AdapterConfig(path=str(path), scale=scale)
+    try:
+        return AdapterConfig(path=str(path), scale=scale)
+    except ValidationError as error:
+        expected = error.errors(include_url=False)[0]["msg"]
+        raise UsageError("the scale of a LoRA is refused", where=f"--lora {text}", expected=expected) from error
 
 
 def with_loras(config: Config, words: Sequence[str]) -> Config:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @click.option("--start-idx", type=int, metavar="A", help="First row of this run; default 0.")
 @click.option("--end-idx", type=int, metavar="B", help="Row to stop before; default all rows.")
 @click.option("--part", metavar="I/N", help="Part I of N, from 1/N to N/N, that together hold all rows.")
-@click.option("--shard-size", default=64, show_default=True, type=click.IntRange(1), help="Rows per shard.")
+@click.option("--shard-size", default=64, show_default=True, type=click.IntRange(1, 10**6), help="Rows per shard.")
 @click.option("--vae-device", metavar="DEVICE", help="Overrides cache.vae_encoder_device.")
 @click.option("--text-device", metavar="DEVICE", help="Overrides cache.text_encoder_device.")
 @click.option("--devices", metavar="LIST", help="A worker process for each: cuda:0,cuda:1 or VAE+TEXT,… pairs, or all.")

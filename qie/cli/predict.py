@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, Progress, config_option, echo, explained, quiet_libraries, quiet_option, set_option
+from qie.cli.common import (
+    Command,
+    FiniteRange,
+    Progress,
+    config_option,
+    echo,
+    explained,
+    quiet_libraries,
+    quiet_option,
+    set_option,
+)
 
 if TYPE_CHECKING:
     from qie.cli.paintings import Request
@@ -27,10 +37,8 @@ if TYPE_CHECKING:
 @click.option("--lora", "loras", multiple=True, metavar="PATH[:SCALE]", help="Folder or file of a LoRA; repeatable.")
 @click.option("--transformer", metavar="DIR", help="Checkpoint of a run that trained all weights.")
 @click.option("--size", metavar="WxH", help="Of the painted image, in multiples of 16.  [default: as the image's]")
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(2), help="Denoising steps.")
-@click.option(
-    "--cfg", default=4.0, show_default=True, type=click.FloatRange(0, 100), help="Guidance scale; 1 does without."
-)
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(2, 1000), help="Denoising steps.")
+@click.option("--cfg", default=4.0, show_default=True, type=FiniteRange(0, 100), help="Guidance scale; 1 does without.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the noise.")
 @click.option(
     "--num-images", default=1, show_default=True, type=click.IntRange(1, 10_000), help="Each with the next seed."
@@ -62,7 +70,7 @@ def main(
     from qie.paths import local_path
 
     paintings = _asked_for(**asked)
-    measures = parse_size(size) if size else None
+    measures = None if size is None else parse_size(size)
     config = with_loras(load_config(config_path, overrides), loras)
     quiet_libraries()
     check_paintings(paintings, config.data.background)

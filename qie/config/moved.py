@@ -229,15 +229,22 @@ def moved(key: str) -> str | None:
     for start in range(len(steps)):
         if answer := MOVED.get(".".join(steps[start:])):
             return f"{key} → {answer}"
-    places = [place for place in _places(Config) if place.rpartition(".")[2] == steps[-1]]
+    places = [place for place, _ in _places(Config) if place.rpartition(".")[2] == steps[-1]]
     return f"{key} → {' or '.join(places)}" if places else None
 
 
-def _places(section: type[BaseModel], path: str = "") -> Iterator[str]:
-    """The keys of a section, and of those within, as --set takes them; not those of lists' elements."""
+def within(section: type[BaseModel], name: str) -> str:
+    """`name` as a key of a section: `data.class_path`."""
+    path = next((place for place, kind in _places(Config) if kind is section), None)
+    return f"{path}.{name}" if path else name
+
+
+def _places(section: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel] | None]]:
+    """The keys of a section, and of those within, as --set takes them, and which section is there, if one is; not those
+    of lists' elements."""
     for name, field in section.model_fields.items():
-        yield path + name
         kinds = get_args(field.annotation) if isinstance(field.annotation, UnionType) else (field.annotation,)
-        for kind in kinds:
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from _places(kind, f"{path}{name}.")
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        yield path + name, inner
+        if inner:
+            yield from _places(inner, f"{path}{name}.")

@@ -151,8 +151,8 @@ class Stream(IterableDataset[Batch]):
 
     def load(self, planned: PlannedBatch) -> Batch:
         """The batch of a plan's entry."""
-        samples = [self.samples.fetch(position) for position in planned.positions]
-        return collate(samples, planned, pinned=self.pinned)
+        fetched = {position: self.samples.fetch(position) for position in dict.fromkeys(planned.positions)}
+        return collate([fetched[position] for position in planned.positions], planned, pinned=self.pinned)
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the start of an epoch."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qie.config.moved import moved
-from qie.errors import UsageError
+from qie.errors import GoneError, UsageError
 
 INSTEAD = {
     "text_encoder": "`encoder.embed(images, prompt)` of `qie.open_encoder(config)`",
@@ -26,10 +26,6 @@ INSTEAD = {
     "get_hash": "`encoder.recipe.key(row)`",
 }
 """A name -> what takes its place, in the words of docs/migration.md."""
-
-
-class GoneError(UsageError, AttributeError):
-    """An attribute that is not there; as an AttributeError it also answers `hasattr` and `getattr` with a default."""
 
 
 def missing(name: str, owner: str, error: type[UsageError] = GoneError) -> UsageError:

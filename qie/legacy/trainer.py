@@ -21,11 +21,11 @@ from qie.data.sources import Source
 from qie.data.stream import Stream
 from qie.devices import resolve_device, resolve_dtype
 from qie.encode import Encoder
-from qie.errors import UsageError
+from qie.errors import GoneError, UsageError
 from qie.inference import Predictor, free, load_vae
 from qie.legacy.cache import check_cache_exists
 from qie.legacy.dataset import ImageDataset, pictures
-from qie.legacy.names import GoneError, ignored, missing
+from qie.legacy.names import ignored, missing
 from qie.legacy.settings import changed, require_frozen
 from qie.opening import open_accelerator, open_encoder, open_predictor, open_rows, variants
 from qie.precompute import Report, Settings, precompute

@@ -6,7 +6,8 @@ import importlib.util
 import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,30 @@ def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Param
     return optimizer
 
 
-def check_optimizer(optimizer: OptimizerConfig, schedule: SchedulerConfig, device: torch.device) -> None:
-    """Raise what making both would raise, on a small weight, before 41 GB of others are read."""
+MAX_TRIED = 100_000
+"""Steps of a schedule, a second's work."""
+
+
+def check_optimizer(
+    optimizer: OptimizerConfig, schedule: SchedulerConfig, device: torch.device, steps: int = 1_000
+) -> None:
+    """Raise what both would raise in a run of `steps`, on a small weight, before 41 GB of others are read.
+
+    Raises:
+        ConfigError: one cannot be made, or a step of it fails, or a learning rate is not finite.
+    """
     weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
-    make_schedule(schedule, make_optimizer(optimizer, [weight]), 1_000)
+    made = make_optimizer(optimizer, [weight])
+    rates = make_schedule(schedule, made, steps)
+    weight.grad = torch.ones_like(weight)
+    with _refused("optimizer.init_args", "the optimizer's first step fails"):
+        made.step()
+    with _refused("lr_scheduler", "the schedule fails within the run"):
+        # Those of diffusers are the same function throughout.
+        for _ in range(1 if schedule.class_path is None else min(steps, MAX_TRIED)):
+            if not all(math.isfinite(rate) for rate in rates.get_last_lr()):
+                raise ValueError(f"a learning rate is not finite at step {rates.last_epoch}")
+            rates.step()
 
 
 def make_schedule(section: SchedulerConfig, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
@@ -57,14 +78,15 @@ def make_schedule(section: SchedulerConfig, optimizer: torch.optim.Optimizer, st
         ConfigError: there is no such class, it refuses its arguments, or it wants to see the loss.
     """
     if section.class_path is None:
-        return get_scheduler(  # type: ignore[no-any-return]
-            section.scheduler_type,
-            optimizer,
-            num_warmup_steps=section.warmup_steps,
-            num_training_steps=steps,
-            num_cycles=section.num_cycles,
-            power=section.power,
-        )
+        with _refused("lr_scheduler", "the schedule refuses its values"):
+            return get_scheduler(  # type: ignore[no-any-return]
+                section.scheduler_type,
+                optimizer,
+                num_warmup_steps=section.warmup_steps,
+                num_training_steps=steps,
+                num_cycles=section.num_cycles,
+                power=section.power,
+            )
     key = "lr_scheduler.class_path"
     found = _named(section.class_path, LRScheduler, key, "torch.optim.lr_scheduler.OneCycleLR")
     if issubclass(found, ReduceLROnPlateau):
@@ -118,10 +140,19 @@ def _roots(name: str) -> list[Path]:
 
 
 def _made(found: Any, first: tuple[Any, ...], arguments: Mapping[str, Any], key: str) -> Any:
-    try:
+    with _refused(key, "the arguments are refused"):
         return found(*first, **arguments)
-    except Exception as error:  # a class of any package, with any arguments
-        raise ConfigError("the arguments are refused", where=key, found=f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _refused(key: str, what: str) -> Iterator[None]:
+    """Raise ConfigError for whatever a class of any package, with any arguments, raises within."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ConfigError(what, where=key, found=f"{type(error).__name__}: {error}") from error
 
 
 def named_state(

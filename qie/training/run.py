@@ -65,7 +65,7 @@ class Run:
         self.taken = 0
         self._batches = None if config.train.epochs is None else batches_of(stream, config.train.epochs)
         self.steps = planned_steps(config.train, self._batches)
-        check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device)
+        check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device, self.steps)
         require_null_prompts(stream, config.data.caption_dropout_rate)
         main = accelerator.is_main_process
         state = Saved.read(start, hashes=main) if start else None

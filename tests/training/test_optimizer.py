@@ -100,7 +100,7 @@ def test_a_state_of_a_parameter_that_is_not_there_is_no_state_of_this_run() -> N
         ("torch.nn.Linear", {}, "not of the right kind"),
         ("torch.optim.LBFGS", {}, "evaluates the loss"),
         ("torch.optim.AdamW", {"learning_rate": 1}, "arguments are refused"),
-        ("torch.optim.AdamW", {"lr": -1.0}, "arguments are refused"),
+        ("torch.optim.AdamW", {"betas": [2.0, 2.0]}, "arguments are refused"),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused(path: str, arguments: dict, what: str) -> None:
