@@ -53,6 +53,9 @@ def test_scaling_says_what_the_data_and_the_arithmetic_say() -> None:
     page = tables.SCALING.read_text("utf-8")
     assert page == tables.scaling_page(tables.load()), "run python benchmarks/run.py --none"
     prices = script("paper.py").Prices()
+    table = page.partition("<!-- measured:begin -->")[2].partition("<!-- measured:end -->")[0]
+    first, *_, last = (float(rate.replace(",", "")) for rate in re.findall(r"([\d,]+)/s \|", table))
+    assert last < first / 2, "which the page says"
     for price in (prices.storage_gb_month, 1000 * prices.put, round(1000 * prices.get, 4), int(prices.gpu_hour)):
         assert f"{price} $" in page
 
@@ -175,6 +178,20 @@ def test_what_is_computed_of_caching_agrees_with_the_arithmetic() -> None:
     assert speed.value == pytest.approx(1 + cost.ours / (step.model + step.recomputed)) and not speed.runs
     assert cost.vision < cost.text < cost.ours < cost.plain < step.forward
     assert all(replace(row, command="python benchmarks/claims.py").spread == "" for row in rows.values())
+
+
+def test_the_guides_say_what_encoding_and_its_samples_take() -> None:
+    work, samples = script("work.py"), script("samples.py")
+    guide = " ".join((ROOT / "docs" / "guides" / "24gb.md").read_text("utf-8").split())
+    qwen, (vae, _) = work._qwen(), work._vaes()
+    numbers = [sum(weight.numel() for weight in model.parameters()) for model in (qwen, vae)]
+    assert f"about {2 * sum(numbers) / 1e9:.0f} GB of it, Qwen2.5-VL's {numbers[0] / 1e9:.1f} B numbers" in guide
+    assert f"Qwen2.5-VL {2 * numbers[0] / 1e9:.0f} GB." in guide
+    one, two = (
+        (controls + 1) * 2 * 16 * 128 * 128 + 2 * samples.WIDTH * (tokens + samples.NULL)
+        for controls, tokens in ((1, 300), (2, 500))
+    )
+    assert f"About {one / 1e6:.1f} MB of disk for each row of 1024² with one control, {two / 1e6:.1f} MB" in guide
 
 
 def rows_in(file: Path):

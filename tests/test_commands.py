@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,15 @@ def test_stats_prints_the_same_summary_as_a_table_and_as_json(work: Path) -> Non
     assert sum(values["tensor_bytes"].values()) < values["bytes"] / values["samples"]
 
 
+def test_whoever_reads_the_output_may_leave(work: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "qie.cli.stats", work / "shards"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_stats_counts_the_images_of_which_only_the_first_frame_was_used(
     work: Path, photos: Path, tmp_path: Path
 ) -> None:
@@ -93,8 +103,9 @@ def test_stats_finds_a_flipped_bit_and_still_summarises_the_rest(work: Path, tmp
     content[5000] ^= 4
     victim.write_bytes(content)
     assert run(stats, tmp_path / "shards").exit_code == 0, "without --verify the tars are not read"
-    result = run(stats, tmp_path / "shards", "--verify", code=1)
+    result = run(stats, tmp_path / "shards", "--verify", "--compact", code=1)
     assert "samples   12" in result.stdout
+    assert not (tmp_path / "shards" / "index.safetensors").exists(), "what is damaged is not compacted"
     assert "fault: a record is damaged" in result.stderr and str(victim) in result.stderr
     victim.write_bytes(content[:-512])
     assert "cut short" in run(stats, tmp_path / "shards", code=1).stderr

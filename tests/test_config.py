@@ -347,9 +347,22 @@ def test_where_a_section_is_due_its_keys_are_said(file: Path) -> None:
     assert str(refusal(file, "", "model.lora=16").expected).startswith("a section with keys of r, lora_alpha, ")
 
 
-def test_two_values_that_exclude_each_other_are_refused_in_words(file: Path) -> None:
-    error = refusal(file, "train: {max_steps: 5, epochs: 1}")
-    assert (error.where, error.expected) == (f"{file}:2, train", "max_steps and epochs exclude each other")
+@pytest.mark.parametrize(
+    ("text", "overrides", "section", "words"),
+    [
+        ("train: {max_steps: 5, epochs: 1}", (), "train", "max_steps and epochs exclude each other"),
+        ("", ("model.lora=null", "model.quantize=nf4"), "model", "quantize needs lora"),
+        ("", ("model.lora=null", "model.adapters=[{path: x}]"), "model", "adapters needs lora"),
+        ("data: {area_px: 65536, buckets_px: [[256, 256]]}", (), "data", "area_px and buckets_px exclude each other"),
+        ("data: {buckets_px: [[256, 250]]}", (), "data", "multiples of 16"),
+    ],
+)
+def test_values_that_exclude_each_other_are_refused_in_words(
+    file: Path, text: str, overrides: tuple[str, ...], section: str, words: str
+) -> None:
+    error = refusal(file, text, *overrides)
+    assert str(error.where).split(", ")[-1] == section and words in str(error.expected)
+    assert text == "" or str(error.where).startswith(f"{file}:2, ")
 
 
 @pytest.mark.parametrize(

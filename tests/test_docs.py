@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import pkgutil
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +22,24 @@ import pytest
 import torch
 import yaml
 from diffusers import QwenImageTransformer2DModel
+from torch.distributed.elastic.multiprocessing import PContext
 
 import qie
 import qie.legacy
 from qie.config import Config, load_config
+from qie.config.data import DataConfig
+from qie.encode.images import FORMATS
+from qie.encode.sizes import MAX_RATIO
+from qie.precompute.ray import RETRIES, TASKS_PER_SLOT
+from qie.shards.record import encode
+from qie.shards.table import COLUMNS
+from qie.stores.objects import PART_BYTES
+from qie.stores.retry import REQUEST_S, RETRY_S
 from qie.training import budget
-from qie.training.memory import estimate
+from qie.training.memory import Parameters, estimate
 from qie.training.model.lora import add_lora
+from qie.training.telling.metrics import StepMetrics
+from tests.builders import make_recipe, make_sample, write_shard
 from tests.conftest import ROOT
 from tools import command_docs, site_files
 
@@ -250,6 +263,70 @@ def test_environment_variables_of_qie_are_described() -> None:
     assert set(re.findall(r"\bQIE_\w+", source)) == set(re.findall(r"\bQIE_\w+", text_of(COMMANDS)))
 
 
+# Names and numbers that the code has.
+
+
+def cells_under(page: str, head: str) -> list[list[list[str]]]:
+    """Of each table under a line, for each row, what stands as code in each cell."""
+    tables = text_of(DOCS / page).split(f"\n{head}\n")[1:]
+    assert tables, head
+    rows = (line for table in tables for line in table.partition("\n\n")[0].splitlines()[1:])
+    return [[re.findall(r"`(\w+)`", cell) for cell in line.strip("| ").split(" | ")] for line in rows]
+
+
+def test_the_page_of_the_format_names_what_files_have(tmp_path: Path) -> None:
+    recipe = make_recipe(thumbnail_px=24)
+    sample = make_sample(1, masked=True, recipe=recipe)
+    record = encode(sample, recipe.digest)
+    header = json.loads(record[8 : 8 + int.from_bytes(record[:8], "little")])
+    about = json.loads(header.pop("__metadata__")["qie"])
+    tensors = cells_under("format.md", "| tensor | dtype | shape | what |")
+    assert {row[0][0]: row[1][0] for row in tensors} == {name: entry["dtype"] for name, entry in header.items()}
+
+    write_shard(tmp_path, [sample], recipe=recipe)
+    (index,) = (json.loads(file.read_text()) for file in tmp_path.glob("*.json"))
+    told = [name for row in cells_under("format.md", "| name | type | what |") for name in row[0]]
+    assert sorted(told) == sorted([*about, *index, *recipe.to_dict()])
+
+
+def test_the_page_of_the_format_names_the_columns_of_a_compacted_index() -> None:
+    kinds = {"uint8": "U8", "int32": "I32", "int64": "I64", "bool": "BOOL"}
+    found = {}
+    for names, dtypes, *_ in cells_under("format.md", "| tensor | dtype | shape | of each sample |"):
+        found |= dict(zip(names, dtypes * len(names) if len(dtypes) == 1 else dtypes, strict=False))
+    assert found == {name: kinds[dtype.name] for name, dtype in COLUMNS.items()}
+
+
+def test_the_page_of_training_names_what_a_line_of_metrics_has() -> None:
+    rows = cells_under("training.md", "| `metrics.jsonl`, a step | |")
+    assert {name for names, *_ in rows for name in names} == {field.name for field in fields(StepMetrics)}
+
+
+NUMBERS = {5: "five", 8: "eight", 16: "sixteen"}
+SENTENCES = [
+    ("guides/ray.md", f"{NUMBERS[TASKS_PER_SLOT]} for each place where one can run"),
+    ("guides/ray.md", f"is tried again, {NUMBERS[RETRIES]} times"),
+    ("guides/s3.md", f"up to {RETRY_S:g} s (`QIE_STORE_RETRY_S`); a store that is silent for {REQUEST_S:g} s"),
+    ("guides/s3.md", f"shuffled within {NUMBERS[DataConfig().block_size]} of them"),
+    ("commands.md", f"`QIE_STORE_TIMEOUT_S` ({REQUEST_S:g}), `QIE_STORE_RETRY_S` ({RETRY_S:g})"),
+    ("encoding.md", f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read".replace("WEBP", "WebP")),
+    ("encoding.md", f"longer than {MAX_RATIO} times its width"),
+    ("scaling.md", f"go in parts of {PART_BYTES // 2**20} MiB"),
+    ("training.md", f"kill what is not done after {inspect.signature(PContext.close).parameters['timeout'].default} s"),
+]
+"""(page, a number of the code or of a library in its sentence)."""
+
+
+def sentences(page: str) -> str:
+    """Of a page of docs/, on one line."""
+    return " ".join(text_of(DOCS / page).split())
+
+
+@pytest.mark.parametrize(("page", "sentence"), SENTENCES, ids=[sentence for _, sentence in SENTENCES])
+def test_a_number_in_a_sentence_is_that_of_the_code(page: str, sentence: str) -> None:
+    assert sentence in sentences(page)
+
+
 # Messages.
 
 
@@ -312,6 +389,7 @@ def estimated_gb(
     controls: int,
     processes: int = 1,
     sharded: bool = False,
+    part: str = "total",
 ) -> int:
     """What `qie-train` would say of a released model, with prompts as long as the pages say."""
     lora = config.model.lora and config.model.lora.model_dump(mode="json", exclude={"continue_from"})
@@ -329,7 +407,7 @@ def estimated_gb(
         SimpleNamespace(samples=SimpleNamespace(columns=columns)),
         SimpleNamespace(distributed_type=kind, num_processes=processes),
     )
-    return round(estimate(setup).total / 1e9)
+    return round(getattr(estimate(setup), part) / 1e9)
 
 
 def guide_rows(page: Path) -> list[dict[str, str]]:
@@ -361,6 +439,32 @@ def test_a_guide_s_figures_are_what_the_estimator_says(
     assert row["estimated"] == f"{found} GB"
 
 
+def test_sizes_of_the_released_transformer_in_sentences_follow_from_its_numbers() -> None:
+    """In bfloat16, in float32, with AdamW's state, and in eight processes."""
+    sizes = Parameters.of(prepared("null", False))
+    count = sizes.trained + sizes.frozen
+    gb = {size: f"{size * count / 1e9:.0f} GB" for size in (2, 4, 12, 16, 32)}
+    for page, sentence in (
+        ("guides/eight-gpus.md", f"in float32: {gb[4]} each, {gb[32]} together"),
+        ("guides/eight-gpus.md", f"A checkpoint is {gb[12]}, weights and AdamW's state"),
+        ("guides/80gb.md", f"weights do not fit: {gb[16]} with AdamW in float32"),
+        ("guides/24gb.md", f"transformer {gb[2]}, "),
+        ("guides/24gb.md", f"{sizes.matrices / 2 / 1e9:.0f} GB of it page-locked"),
+        ("training.md", f"{100 * sizes.matrices / count:.1f} % of the released weights"),
+        ("training.md", f"in its weights, in {gb[2]} of host memory"),
+        ("commands.md", f"{gb[2]} for Qwen-Image-Edit in bfloat16"),
+    ):
+        assert sentence in sentences(page), sentence
+
+
+def test_the_configuration_for_24_gb_is_the_guide_s_but_for_the_model_and_the_folder(tmp_path: Path) -> None:
+    guide = text_of(DOCS / "guides" / "24gb.md")
+    (tmp_path / "my.yaml").write_text(re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)[0])
+    shipped = load_config(ROOT / "configs" / "edit_lora_24gb.yaml")
+    changes = [f"model.pretrained_model_name_or_path={shipped.model.pretrained_model_name_or_path}"]
+    assert load_config(tmp_path / "my.yaml", [*changes, f"train.output_dir={shipped.train.output_dir}"]) == shipped
+
+
 TRAINING = {
     "as it is": [],
     "`batch_size: 4`": ["data.batch_size=4"],
@@ -383,6 +487,12 @@ def test_training_s_figures_are_what_the_estimator_says(monkeypatch: pytest.Monk
     rows = re.findall(r"^\| (.+?) \| (\d+ GB) \| \| (.+?) \| (\d+ GB) \|$", part, re.MULTILINE)
     told = {label: size for row in rows for label, size in (row[:2], row[2:])}
     assert told.keys() == TRAINING.keys()
+    quantised = re.findall(r"^\| `(\w+)` \|.* (\d+) GB \| (\d+) GB \|", text_of(DOCS / "training.md"), re.MULTILINE)
+    assert [kind for kind, *_ in quantised] == ["null", "fp8", "int8", "nf4"]
+    for kind, base, altogether in quantised:
+        config = load_config(ROOT / "configs" / "edit_lora.yaml", [f"model.quantize={kind}"])
+        assert estimated_gb(monkeypatch, config, plus=False, controls=1) == int(altogether)
+        assert estimated_gb(monkeypatch, config, plus=False, controls=1, part="weights") == int(base)
     for label, overrides in TRAINING.items():
         plus, sharded = label.startswith("2511"), "FSDP" in label
         found = estimated_gb(

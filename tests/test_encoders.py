@@ -126,6 +126,9 @@ def test_the_length_of_an_embedding_is_known_before_it_is_computed(encoder_plus:
     for prompt in ("make it night", "把咖啡变成茶 ☕ — naïve façade"):
         (found,) = embeds(encoder_plus.text, [(images, prompt)])
         assert encoder_plus.text.count_tokens([image.size for image in images], prompt) == len(found.prompt)
+    fresh = with_recipe(encoder_plus)
+    assert fresh.inspect(open_source(photos).read(0)).tokens > 0
+    assert "vae" not in fresh.__dict__ and "_model" not in fresh.text.__dict__, "weights were read"
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused_before_it_is_encoded(encoder: Encoder, photos: Path) -> None:

@@ -29,7 +29,6 @@ DTYPES = {"F16": ("e", 2), "U8": ("B", 1), "BOOL": ("B", 1)}
 SAMPLE = {"row", "name", "key", "shape", "tokens", "empty_tokens", "tensor_bytes", "clipped", "notes"}
 SKIPPED = {"row", "name", "reason", "key"}
 LATER = {"source": "", "variant": 0}  # fields of both that an index may lack, and what they are then
-INPUTS: Json = {"inputs": {}}  # the same of samples alone
 
 
 class Faults(list[str]):
@@ -91,11 +90,11 @@ def check_index(index: Json, stem: str, faults: Faults) -> None:
     digest = recipe.pop("digest")
     faults.expect("index: thumbnail_px of the recipe", type(recipe.get("thumbnail_px", 0)), int)
     faults.expect("index: digest of the recipe", digest, canonical_hash(recipe)[:16])
-    for part, fields, later in ("samples", SAMPLE, LATER | INPUTS), ("skipped", SKIPPED, LATER):
+    for part, fields in ("samples", SAMPLE), ("skipped", SKIPPED):
         numbers = [variant_of(entry) for entry in index[part]]
         faults.expect(f"index: order of rows and variants in {part}", numbers, sorted(numbers))
         for entry in index[part]:
-            faults.expect(f"index: fields of row {label(entry)}", sorted({*later, *entry}), sorted({*later, *fields}))
+            faults.expect(f"index: fields of row {label(entry)}", sorted(fields & entry.keys()), sorted(fields))
             inputs = entry.get("inputs", {})
             faults.expect(f"index: inputs of row {label(entry)}", {type(one) for one in inputs.values()} - {str}, set())
             kinds = [type({**LATER, **entry}[name]) for name in ("row", "variant", "source", "name")]
@@ -171,8 +170,8 @@ def check_record(index: Json, sample: Json, meta: Json, tensors: dict[str, Json]
     about = {"format_version": 1, "key": sample["key"], "recipe": index["recipe"]["digest"]}
     about |= {"prompt": unicodedata.normalize("NFC", meta["prompt"]), "control_shapes": controls}
     about |= {"shared_prefix": max(0, min(prefix, length, empty)), "clipped": sample["clipped"]}
-    for name in sorted({*about, *meta}):
-        faults.expect(f"{row}: {name}", meta.get(name), about.get(name))
+    for name in sorted(about):
+        faults.expect(f"{row}: {name}", meta.get(name), about[name])
     due = {
         "pixel_latent": ("F16", [16, 1, *target]),
         "control_latent": ("F16", controls[0] if len(controls) == 1 else [sum(map(prod, controls))]),

@@ -164,7 +164,7 @@ class CacheConfig(Section):
     thumbnail_px: Annotated[int, Field(ge=16, le=512)] | None = Field(
         None,
         description="Longest side of a small picture of the target, stored with each sample for qie-stats --html; "
-        "null: none. 96 takes about 20 kB.",
+        "null: none. 96 takes up to 28 kB.",
     )
     verify: Annotated[Literal["off", "first", "always"], word("off")] = Field(
         "first", description="When a record is checked against its hash: never, when first read, or always."

@@ -49,7 +49,8 @@ def precompute_on_ray(
     settings: Settings | None = None,
     progress: Progress = lambda report: None,
 ) -> Report:
-    """As `precompute`, with tasks on the cluster of RAY_ADDRESS, or on one started here without it.
+    """As `precompute`, with tasks on the cluster of RAY_ADDRESS; without it, on the last one that was started on this
+    machine, or on one that is started here.
 
     Args:
         opener: opens source and encoder in a worker; devices are numbered among the GPUs of its task.

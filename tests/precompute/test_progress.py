@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+
+from qie.cli.common import Progress
 from qie.cli.precompute import _note
 from qie.precompute import Report
 from qie.precompute.report import Pace
@@ -37,3 +42,18 @@ def test_the_bar_shows_bytes_skipped_rows_and_each_stages_rate_and_share() -> No
     assert _note(report) == "1.5 MB, 1 skipped, vae 4.44/s 90%, text 0.60/s 50%"
     assert _note(Report(shards_busy=2)) == "2 shards being written by another run"
     assert _note(Report(loads={"vae": Load(40, 2.0)}, seconds=2.0)) == "vae 20/s 100%"
+
+
+@pytest.mark.parametrize("place", ["a terminal", "a log", "quiet"])
+def test_progress_is_a_bar_on_a_terminal_lines_in_a_log_and_nothing_when_quiet(
+    place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: place == "a terminal")
+    with Progress("encoding", 2, "rows", quiet=place == "quiet", every_s=0.0) as progress:
+        for done in (1, 2):
+            progress.at(done)
+    out, err = capsys.readouterr()
+    assert out == "" and ("\r" in err) == (place == "a terminal")
+    told = [line.partition(",")[0] for line in err.splitlines() if place == "a log"]
+    assert told == (["encoding: 1/2 rows", "encoding: 2/2 rows"] if place == "a log" else [])
+    assert bool(err) == (place != "quiet")

@@ -19,11 +19,13 @@ import torch
 from qie.errors import ShardError
 from qie.shards.index import Entry, member_name, read_index
 from qie.shards.record import encode
+from qie.shards.shard_set import ShardSet
 from qie.shards.writer import ShardWriter
 from qie.types import Sample
 from tests.builders import (
     RECIPE,
     ROOT,
+    assert_same,
     join_record,
     make_entry,
     make_recipe,
@@ -182,6 +184,22 @@ def test_it_and_qie_accept_the_same_variants(variants: Path, numbers: list[tuple
         assert result.stderr.startswith("index: ")
         with pytest.raises(ShardError):
             read_index(variants.with_suffix(".json"))
+
+
+def test_it_and_qie_ignore_fields_that_the_format_does_not_know(tmp_path: Path) -> None:
+    header, about, body = split_record(encode(PLAIN, RECIPE.digest))
+    tar = one_record(tmp_path, join_record(header, about | {"colour": 1}, body))
+
+    def add(values: dict[str, Any]) -> None:
+        for part in (values, values["samples"][0]):
+            part.update(colour=1)
+
+    rewrite_index(tar.with_suffix(".json"), add, own_hash=True)
+
+    result = run(tar)
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert_same(ShardSet.open([tmp_path]).load(0), PLAIN)
 
 
 def test_it_lists_a_shard_whose_rows_are_all_skipped(tmp_path: Path) -> None:
@@ -362,7 +380,6 @@ INDEX_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "variant no number": (lambda v: v["samples"][0].update(variant=False), "index: types in row 0: "),
     "source no name": (lambda v: v["samples"][1].update(source=None), "index: types in row 1: "),
     "own hash": (lambda v: v.update(this_sha256="0" * 64), "index: its own sha256: '0000000000000000"),
-    "unknown field": (lambda v: v["skipped"][0].update(colour=1), "index: fields of row 2: "),
     "order": (
         lambda v: v["samples"].reverse(),
         "index: order of rows and variants in samples: [(3, 0), (1, 0), (0, 0)] where [(0, 0), (1, 0), (3, 0)] is due",
@@ -413,7 +430,6 @@ RECORD_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object
     "no prompt": (lambda header, about: about.pop("prompt"), "row 0: 'prompt' is missing"),
     "prefix": (lambda header, about: about.update(shared_prefix=4), "row 0: empty_prompt_embed: "),
     "long prefix": (lambda header, about: about.update(shared_prefix=99), "row 0: shared_prefix: 99 where 7 is due"),
-    "unknown": (lambda header, about: about.update(colour=1), "row 0: colour: 1 where None is due"),
     "no tensor": (lambda header, about: header.pop("prompt_embeds_mask"), "row 0: "),
     "dtype": (lambda header, about: header["prompt_embed"].update(dtype="F32"), "row 0: 'F32' is not in list"),
     "shape": (lambda header, about: header["prompt_embed"].update(shape=[8, 9]), "row 0: prompt_embed: "),

@@ -111,6 +111,8 @@ def test_a_thumbnail_has_the_targets_proportions_and_is_never_larger(
     target: tuple[int, int], size: tuple[int, int]
 ) -> None:
     assert SMALL.thumbnail_size(Shape(target, ())) == size
+    height, width = make_recipe(thumbnail_px=96).thumbnail_size(Shape(target, ()))
+    assert height * width * 3 <= 27_648, "the configuration's page says 28 kB"
     assert RECIPE.thumbnail_size(Shape(target, ())) is None
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
 
-from qie.errors import ModelError, QieError
+from qie.config import load_config
+from qie.errors import ConfigError, ModelError, QieError
 from qie.pretrained import open_pretrained
+from qie.training.budget import plan_memory, tell_memory
 from qie.training.flops import Architecture
 from qie.training.memory import (
     Parameters,
@@ -25,6 +28,7 @@ from qie.training.memory import (
     out_of_memory,
 )
 from qie.training.model.blocks import checkpoint_blocks
+from tests.conftest import ROOT
 from tests.training.small import IMAGE_TOKENS, LORA_TARGETS, inputs, small_transformer
 
 RELEASED = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 3584}
@@ -249,6 +253,28 @@ def test_four_bit_weights_and_waiting_blocks_are_not_advised_together(released) 
     setup, _ = released
     assert not any("offload" in line for line in advice(replace(setup, quantize="nf4")))
     assert not any("nf4" in line for line in advice(replace(setup, offload_blocks=10)))
+
+
+@pytest.mark.parametrize("free", [80, 40])
+def test_a_run_on_a_gpu_says_what_it_needs_and_what_is_free_and_what_to_change(
+    released, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 10**9, 80 * 10**9))
+    said: list[str] = []
+    tell_memory(released[0], torch.device("cuda"), said.append)
+    total = estimate(released[0]).total / 1e9
+    assert said[0] == f"about {total:.1f} GB of the GPU's memory will be needed; {free:.1f} GB are free"
+    parts = [*estimate(released[0]).lines(), "to need less:", *advice(released[0])[:4]]
+    assert said[1:] == ([] if free > total else ["\n".join(parts)])
+    tell_memory(released[0], torch.device("cpu"), pytest.fail)
+
+
+@pytest.mark.parametrize("setting", ["model.quantize=fp8", "model.quantize=int8", "train.offload_blocks=1"])
+def test_what_processes_cannot_share_is_refused(setting: str) -> None:
+    config = load_config(ROOT / "configs" / "edit_lora.yaml", [setting])
+    with pytest.raises(ConfigError, match="spread over processes") as caught:
+        plan_memory(config, None, None, SimpleNamespace(distributed_type="FSDP", num_processes=2))
+    assert caught.value.where == setting.partition("=")[0]
 
 
 def test_running_out_of_memory_is_explained_with_what_to_do(released) -> None:

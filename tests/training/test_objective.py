@@ -66,6 +66,7 @@ def test_the_dynamic_shift_is_that_of_diffusers_by_the_number_of_target_tokens(t
 def test_the_dynamic_shift_grows_with_the_image_between_its_two_points() -> None:
     assert dynamic_shift(256, **SHIFT) == pytest.approx(math.exp(0.5))
     assert dynamic_shift(8192, **SHIFT) == pytest.approx(math.exp(0.9))
+    assert dynamic_shift(64 * 64, **SHIFT) == pytest.approx(2.0, abs=0.01), "at 1024²"
     assert dynamic_shift(256, **SHIFT) < dynamic_shift(4096, **SHIFT) < dynamic_shift(8192, **SHIFT)
 
 

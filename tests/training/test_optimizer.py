@@ -108,6 +108,12 @@ def test_an_optimizer_that_cannot_be_used_is_refused(path: str, arguments: dict,
         make_optimizer(OptimizerConfig(class_path=path, init_args=arguments), list(parameters().values()))
 
 
+def test_an_optimizer_that_trains_other_weights_than_it_uses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim.SGD, "eval", lambda self: None, raising=False)  # as schedule-free ones have
+    with pytest.raises(ConfigError, match="other weights for training"):
+        make_optimizer(OptimizerConfig(class_path="torch.optim.SGD"), list(parameters().values()))
+
+
 @pytest.mark.parametrize("name", ["beside_me", "prodigyopt"])
 def test_a_module_in_the_working_directory_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -100,6 +100,22 @@ def test_epochs_of_different_lengths_are_each_whole(
     assert sorted(trained.values()) == [1] * ROWS
 
 
+@pytest.mark.parametrize("longest", [None, 1e-3])
+def test_longer_gradients_are_scaled_down(bench: Bench, tmp_path: Path, longest: float | None) -> None:
+    """Of an adapter that begins, only the second factor has a gradient, and it is 0 before."""
+    plain = {"optimizer__class_path": "torch.optim.SGD", "optimizer__init_args": {"lr": 0.5}}
+    bench.train(tmp_path, train__max_steps=1, train__max_grad_norm=longest, **plain)
+    (line,) = (line for line in lines(tmp_path) if "loss" in line)
+    steps = [
+        weight.square().sum()
+        for name, weight in load_file(checkpoint(tmp_path, 1) / ADAPTER).items()
+        if "lora_B" in name
+    ]
+    assert line["grad_norm"] > 1e-3, "told before it is clipped"
+    expected = line["lr"] * (longest or line["grad_norm"])
+    assert float(sum(steps)) ** 0.5 == pytest.approx(expected, rel=1e-4)
+
+
 # Averages and continued runs
 
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from qie.training.model.lora import adapter_state
 from qie.training.objective import Losses, Objective
 from qie.training.resuming import OPTIMIZER_FILE
 from qie.training.run import Run
+from qie.training.stopping import stop_requested
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines, losses, names, tree
 
 
@@ -165,6 +167,15 @@ def test_ctrl_c_twice_stops_at_once_and_says_how_to_go_on(
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize("others", [0.0, 1.0])
+def test_a_process_stops_when_any_of_its_group_was_asked_to(others: float) -> None:
+    group = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda flag, how: flag + others)
+    with stop_requested(group) as asked:
+        assert asked() == bool(others)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked()
+
+
 def test_a_run_that_was_stopped_and_went_on_tells_what_one_that_never_stopped_tells(
     bench: Bench, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +204,10 @@ OTHERS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "rank": ({"model__lora": {"r": 5}}, ("model.lora changed", "'r': 4", "'r': 5")),
     "targets": ({"model__lora": {"r": 4, "target_modules": ["to_q"]}}, ("model.lora changed", "to_k")),
     "no adapter": ({"model__lora": None}, ("model.lora changed", "None")),
+    "quantisation": ({"model__quantize": "nf4"}, ("model.quantize changed", "None", "nf4")),
+    "adapters": ({"model__adapters": [{"path": "style.safetensors"}]}, ("model.adapters changed", "style.safetensors")),
+    "precision": ({"train__mixed_precision": "bf16"}, ("train.mixed_precision changed", "no", "bf16")),
+    "kept precision": ({"train__trained_dtype": "bfloat16"}, ("train.trained_dtype changed", "float32", "bfloat16")),
     "optimizer": ({"optimizer__class_path": "torch.optim.SGD"}, ("optimizer changed", "AdamW", "SGD")),
     "rate": ({"optimizer__init_args": {"lr": 0.02}}, ("optimizer changed", "0.01", "0.02")),
     "schedule": ({"lr_scheduler__scheduler_type": "linear"}, ("lr_scheduler changed", "cosine", "linear")),
