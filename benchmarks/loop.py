@@ -169,7 +169,7 @@ def opened(folder: Path) -> Iterator[Run]:
             "validation": {"rows": 0},
         }
     )
-    with mock.patch("qie.training.model.trainee.load_transformer", lambda *arguments, **named: Asleep()):
+    with mock.patch("qie.training.model.trainable.load_transformer", lambda *arguments, **named: Asleep()):
         stream = open_stream([folder / "shards"])
         yield Run(config, PretrainedModel(folder / "model", FAMILIES["edit"]), stream, Accelerator(cpu=True), None)
 
@@ -177,12 +177,12 @@ def opened(folder: Path) -> Iterator[Run]:
 def timed_bare(run: Run, steps: int) -> float:
     """Seconds of a step that finds its batch and its noise ready, and measures nothing."""
     prepared = next(run.feed)
-    batch, weights = prepared.batch, list(run.trainee.parameters.values())
+    batch, weights = prepared.batch, list(run.trainable.parameters.values())
     drop_captions(batch, prepared.draws.dropped_prompts)
     optimizer = torch.optim.AdamW(weights, lr=0.0)
     started = time.perf_counter()
     for _ in range(steps):
-        run.objective.losses(run.trainee.model, batch, prepared.draws).loss.mean().backward()  # type: ignore[no-untyped-call]
+        run.objective.losses(run.trainable.model, batch, prepared.draws).loss.mean().backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -267,7 +267,7 @@ class QwenImageEditTrainer:
     @property
     def transformer(self) -> QwenImageTransformer2DModel:
         """The model that `set_lora` made ready. Now: `qie.training.run.Run`."""
-        return self._running().trainee.transformer
+        return self._running().trainable.transformer
 
     @property
     def global_step(self) -> int:
@@ -364,7 +364,7 @@ class QwenImageEditTrainer:
             )
         run = self._running()
         run.taken += 1
-        return run.objective.loss(run.trainee.model, batch, run.taken - 1)
+        return run.objective.loss(run.trainable.model, batch, run.taken - 1)
 
     _training_step_cached = _training_step_compute = training_step
 

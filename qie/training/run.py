@@ -25,7 +25,7 @@ from qie.training.checkpoint import STATE_FILE, checkpoints, explained_damage, p
 from qie.training.feed import Prepared, batches_of, iter_prepared, planned_steps, require_null_prompts
 from qie.training.model.load import load_shift
 from qie.training.model.sharding import whole
-from qie.training.model.trainee import Trainee
+from qie.training.model.trainable import TrainableModel
 from qie.training.model.weights import require_finite
 from qie.training.objective import Objective, derive_seed
 from qie.training.optimizer import check_optimizer, make_optimizer, make_schedule, named_state
@@ -76,10 +76,10 @@ class Run:
             require_same(state, self._identity, start)
         self._unproved = start
         dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-        self.trainee = Trainee(pretrained, config, start, dtype, accelerator.device)
-        self.optimizer = make_optimizer(config.optimizer, list(self.trainee.parameters.values()))
+        self.trainable = TrainableModel(pretrained, config, dtype, accelerator.device, weights=start)
+        self.optimizer = make_optimizer(config.optimizer, list(self.trainable.parameters.values()))
         self.schedule = make_schedule(config.lr_scheduler, self.optimizer, self.steps)
-        self._stepper = self.trainee.prepare(accelerator, self.optimizer, start)
+        self._stepper = self.trainable.prepare(accelerator, self.optimizer)
         self.objective = Objective(
             config.loss,
             config.data.caption_dropout_rate,
@@ -93,7 +93,7 @@ class Run:
             self._restore(start, state)
         self.position = stream.state_dict()
         self._speed = Speed.of(
-            self.trainee.transformer.config,
+            self.trainable.transformer.config,
             accelerator.device,
             dtype,
             config.logging.peak_tflops,
@@ -119,13 +119,13 @@ class Run:
             waiting = time.perf_counter()
             prepared = next(self.feed)
             waited += time.perf_counter() - waiting
-            with nullcontext() if part == count - 1 else self.accelerator.no_sync(self.trainee.model):
+            with nullcontext() if part == count - 1 else self.accelerator.no_sync(self.trainable.model):
                 rows.append(self._backward(prepared, count))
             keys.extend(prepared.batch.keys)
             flops += self._speed.flops(prepared.batch)
         self.position, self.taken = prepared.position, self.taken + count
         limit = math.inf if section.max_grad_norm is None else section.max_grad_norm
-        norm = self.accelerator.clip_grad_norm_(list(self.trainee.parameters.values()), limit)
+        norm = self.accelerator.clip_grad_norm_(list(self.trainable.parameters.values()), limit)
         grad_norm = float(whole(norm)) if isinstance(norm, torch.Tensor) else float(norm)
         losses, sigmas, weights = self.accelerator.gather(torch.cat(rows)).cpu().unbind(1)
         lr = float(self.schedule.get_last_lr()[0])
@@ -152,7 +152,7 @@ class Run:
     def _backward(self, prepared: Prepared, count: int) -> torch.Tensor:
         """Gradients of one of `count` batches; gives loss, noise level and weight of each sample, [B, 3]."""
         batch = prepared.batch
-        found = self.objective.losses(self.trainee.model, batch, prepared.draws)
+        found = self.objective.losses(self.trainable.model, batch, prepared.draws)
         self.accelerator.backward((found.loss * batch.weight).mean() / count)
         return torch.stack([found.loss.detach(), found.sigmas.to(found.loss.device), batch.weight], 1)
 
@@ -169,7 +169,7 @@ class Run:
         self.step += 1
         self._nonfinite = 0 if finite else self._nonfinite + 1
         if finite:
-            self.trainee.after_step(self.step)
+            self.trainable.update_average(self.step)
 
     def _not_finite(self, keys: list[str], rows: list[torch.Tensor]) -> QieError:
         finite = torch.isfinite(torch.cat(rows)[:, 0]).tolist()
@@ -185,15 +185,15 @@ class Run:
 
     def validate(self) -> Validation | None:
         """The loss on the rows kept out; None when there are none."""
-        with self.trainee.as_used() as model:
+        with self.trainable.evaluating() as model:
             return validate(self.objective, model, self.stream, self.accelerator)
 
     def paint(self, painter: Predictor) -> Sequence[Image.Image]:
         """The sample images, in the main process. Where the model is spread over processes, all of them take part."""
         main = self.accelerator.is_main_process
-        if not main and not self.trainee.sharded:
+        if not main and not self.trainable.sharded:
             return []
-        with self.trainee.as_used() as model:
+        with self.trainable.evaluating() as model:
             images = painter(model)
         return images if main else []
 
@@ -201,8 +201,8 @@ class Run:
         """Write a checkpoint with its model card, and run.json. Every process takes part; the main one writes."""
         output_dir = Path(self.config.train.output_dir)
         main = self.accelerator.is_main_process
-        tensors, numbers = named_state(self.optimizer, self.trainee.parameters, wanted=main)
-        write_weights = self.trainee.gathered(wanted=main)
+        tensors, numbers = named_state(self.optimizer, self.trainable.parameters, wanted=main)
+        weights = self.trainable.tensors(wanted=main)
         require_finite(tensors)
         if not main:
             return output_dir
@@ -210,7 +210,7 @@ class Run:
         told = report()
 
         def write(folder: Path) -> dict[str, Any]:
-            write_weights(folder)
+            self.trainable.save(folder, weights)
             save_file(tensors, folder / OPTIMIZER_FILE)
             write_card(folder, told)
             return {
@@ -251,12 +251,13 @@ class Run:
         and holds its lock while it waits for a thread of gloo that waits for the lock.
         """
         self.accelerator.wait_for_everyone()
-        self.trainee.release()
+        self.trainable.release()
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
     def _restore(self, start: Path, state: Saved) -> None:
-        state.restore(start, self.optimizer, self.trainee.parameters, self.schedule)
+        self.trainable.load(start)
+        state.restore(start, self.optimizer, self.trainable.parameters, self.schedule)
         with explained_damage(start, STATE_FILE):
             self.stream.load_state_dict(state.stream)
             if type(self.stream) is Stream and self.stream.position >= len(self.stream):

@@ -30,7 +30,7 @@ from qie.precompute import Settings, precompute
 from qie.shards.reader import Shard
 from qie.shards.storage import published
 from qie.stats import summarise
-from qie.training.model import trainee
+from qie.training.model import trainable
 from qie.types import Sample
 from tests.builders import ROOT, assert_same, make_sample
 from tests.stubs import StubEncoder, StubSource
@@ -389,7 +389,7 @@ def test_a_cache_without_null_prompts_trains_where_no_caption_is_dropped(
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
     words = [str(tmp_path / "new"), "--accept-recipe", "--config", str(tmp_path / "config.yaml")]
     with monkeypatch.context() as patch:
-        patch.setattr(trainee, "load_transformer", lambda *_: pytest.fail("weights were read"))
+        patch.setattr(trainable, "load_transformer", lambda *_: pytest.fail("weights were read"))
         refused = CliRunner().invoke(train.main, [*words, "--set", "data.caption_dropout_rate=0.1"])
         assert refused.exit_code == 2 and "samples have no null prompt" in refused.output
     assert CliRunner().invoke(train.main, words).exit_code == 0

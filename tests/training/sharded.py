@@ -8,9 +8,9 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 from qie.cli.train import main
-from qie.training.model.trainee import Trainee
+from qie.training.model.trainable import TrainableModel
 
-_init, _prepare = AcceleratorState.__init__, Trainee.prepare
+_init, _prepare = AcceleratorState.__init__, TrainableModel.prepare
 
 
 def init(self: AcceleratorState, *arguments: Any, fsdp_plugin: Any = None, **named: Any) -> None:
@@ -23,7 +23,7 @@ def init(self: AcceleratorState, *arguments: Any, fsdp_plugin: Any = None, **nam
         self.fsdp_plugin = fsdp_plugin
 
 
-def prepare(self: Trainee, *arguments: Any) -> Any:
+def prepare(self: TrainableModel, *arguments: Any) -> Any:
     """A test of sharding is to fail where nothing is sharded."""
     prepared = _prepare(self, *arguments)
     assert self.sharded and type(self.model).__name__ == "FSDPQwenImageTransformer2DModel"
@@ -32,5 +32,5 @@ def prepare(self: Trainee, *arguments: Any) -> Any:
 
 if __name__ == "__main__":
     AcceleratorState.__init__ = init
-    Trainee.prepare = prepare
+    TrainableModel.prepare = prepare
     main()

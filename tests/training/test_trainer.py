@@ -18,7 +18,7 @@ from qie.data.sources import SourceSpec, open_source
 from qie.precompute import precompute
 from qie.shards.shard_set import ShardSet
 from qie.training.loop import unheeded
-from qie.training.model import trainee
+from qie.training.model import trainable
 from qie.training.model.blocks import compile_blocks
 from qie.training.model.lora import adapter_state, add_lora, load_adapter
 from qie.training.objective import Objective
@@ -125,7 +125,7 @@ def test_the_average_is_that_of_the_formula(bench: Bench, tmp_path: Path, monkey
 
     def remember(run: Run):
         if run.step == 0:
-            state = adapter_state(run.trainee.transformer)
+            state = adapter_state(run.trainable.transformer)
             first.update({f"transformer.{name}": tensor.clone() for name, tensor in state.items()})
         return take_step(run)
 
@@ -171,7 +171,7 @@ def test_all_weights_are_trained_saved_for_diffusers_and_resumed_bit_for_bit(
     monkeypatch.setattr(
         Run,
         "save",
-        lambda run, report: ends.update(run.trainee.transformer.state_dict()) or save(run, report),
+        lambda run, report: ends.update(run.trainable.transformer.state_dict()) or save(run, report),
     )
     settings = {**FULL, "train__checkpoint_every": 3, "train__ema_decay": 0.5}
     bench.train(tmp_path / "whole", train__max_steps=6, **settings)
@@ -216,7 +216,7 @@ def test_waiting_and_compiled_blocks_give_the_same_losses(
     bench: Bench, plain: Path, tmp_path: Path, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What inductor makes of the graphs takes it minutes.
-    monkeypatch.setattr(trainee, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(trainable, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
     bench.train(tmp_path, **settings)
     # Weights read from a file lie at any address, copies at multiples of 64: a CPU's products differ in their last bit.
     assert losses(tmp_path) == pytest.approx(losses(plain), rel=1e-5)

@@ -23,7 +23,7 @@ from qie.precompute import precompute
 from qie.training import resuming
 from qie.training import run as run_module
 from qie.training.checkpoint import read_state
-from qie.training.model import trainee
+from qie.training.model import trainable
 from qie.training.model.lora import adapter_state
 from qie.training.objective import Losses, Objective
 from qie.training.resuming import OPTIMIZER_FILE
@@ -48,7 +48,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(trainee, "load_transformer", refuse)
+    monkeypatch.setattr(trainable, "load_transformer", refuse)
     monkeypatch.setattr(resuming, "content_hash", refuse)
 
 
@@ -86,7 +86,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_sample_and_changes_no_w
     assert not any(key[:12] in message for key in {*keys[4], *keys[5][:-1]} - {keys[5][-1]})
     assert names(tmp_path) == ["checkpoint-000002"] and read_state(checkpoint(tmp_path, 2))["step"] == 2
     saved = load_file(checkpoint(tmp_path, 2) / ADAPTER)
-    for name, tensor in adapter_state(runs[-1].trainee.transformer).items():
+    for name, tensor in adapter_state(runs[-1].trainable.transformer).items():
         assert torch.equal(tensor, saved[f"transformer.{name}"]), name
 
     # What the message says can be done, can be done.
@@ -517,7 +517,7 @@ def test_weights_that_are_not_finite_are_not_saved(
     def overflow(run: Run):
         found = step(run)
         if run.step == 2:
-            next(iter(run.trainee.parameters.values())).data.view(-1)[0] = math.inf
+            next(iter(run.trainable.parameters.values())).data.view(-1)[0] = math.inf
         return found
 
     monkeypatch.setattr(Run, "take_step", overflow)

@@ -1,0 +1,203 @@
+"""The model in training: a transformer with an adapter, or with all its weights trained, and their average."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from diffusers import QwenImageTransformer2DModel
+from torch.distributed.tensor import DTensor
+
+from qie.config import Config
+from qie.pretrained import PretrainedModel
+from qie.training.checkpoint import explained_damage
+from qie.training.memory import empty_transformer
+from qie.training.model.blocks import checkpoint_blocks, compile_blocks
+from qie.training.model.ema import Ema
+from qie.training.model.load import load_transformer, train_everything
+from qie.training.model.lora import add_frozen_adapters, add_lora, as_saved, fill_adapter, save_adapter
+from qie.training.model.lora_file import ADAPTER_FILE
+from qie.training.model.sharding import all_whole, fill, reshard
+from qie.training.model.weights import not_finite, read_transformer, require_finite, save_transformer
+
+TRAINED, EMA = "trained", "ema"
+"""The groups of tensors in a checkpoint: the trained weights, and in a folder `ema` their averages, laid out alike."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class TrainableModel:
+    """A transformer in training.
+
+    Args:
+        pretrained: the base model.
+        config: its sections model and train.
+        dtype: the transformer computes in it.
+        device: the transformer will train there.
+        weights: the checkpoint folder that `load` is to be called with; None for a new run. What that checkpoint
+            replaces is not read: neither model.lora.continue_from, nor the base model's weights where all are trained.
+
+    Attributes:
+        transformer: the module, as diffusers has it.
+        model: what a training step calls: the transformer, perhaps wrapped for several processes.
+
+    Raises:
+        QieError: the transformer in `weights` is damaged, or is not one of the base model.
+    """
+
+    def __init__(
+        self,
+        pretrained: PretrainedModel,
+        config: Config,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        weights: Path | None = None,
+    ) -> None:
+        section = config.train
+        self._lora, self._decay, self._weights = config.model.lora is not None, section.ema_decay, weights
+        self.transformer = (
+            _with_adapter(pretrained, config, dtype, device, fresh=weights is None)
+            if self._lora
+            else _all_trained(pretrained, config, weights)
+        )
+        every = int(section.gradient_checkpointing)
+        if every or section.offload_blocks:
+            checkpoint_blocks(self.transformer, every, section.offload_blocks, device)
+        if section.compile:
+            compile_blocks(self.transformer)
+        self.model: torch.nn.Module = self.transformer
+        self._ema: Ema | None = None
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The trained ones by name, as they are: plain, or sharded after `prepare`."""
+        return {name: weight for name, weight in self.transformer.named_parameters() if weight.requires_grad}
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each process holds only a part of the weights."""
+        return any(isinstance(weight, DTensor) for weight in self.transformer.parameters())
+
+    def prepare(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Spread the model over the processes; returns the optimizer to step with."""
+        self.model, prepared = accelerator.prepare(self.transformer, optimizer)
+        self.model.train()
+        if self._decay is not None:
+            self._ema = Ema(self.parameters, self._decay)
+        return prepared  # type: ignore[no-any-return]
+
+    def update_average(self, step: int) -> None:
+        """Take optimizer step number `step`, from 1, into the average."""
+        if self._ema:
+            self._ema.update(step)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[torch.nn.Module]:
+        """Within, the transformer is the one that its users get: averaged weights, no dropout."""
+        with self._ema.applied() if self._ema else nullcontext():
+            self.transformer.eval()
+            try:
+                yield self.transformer
+            finally:
+                reshard(self.transformer)
+                self.transformer.train()
+
+    def tensors(self, *, wanted: bool) -> dict[str, dict[str, torch.Tensor]]:
+        """The weights that a checkpoint holds: whole, on the CPU, by their names in a file.
+
+        Collective: every process has to call it, since each may hold a part. A process that does not want the tensors
+        keeps none.
+
+        Returns:
+            TRAINED: the trained weights. EMA: their averages, with train.ema_decay.
+
+        Raises:
+            QieError: a weight is not finite; names it.
+        """
+        found = {group: all_whole(values, wanted=wanted) for group, values in self._groups().items()}
+        for values in found.values():
+            require_finite(values)
+        return found
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensors]) -> None:
+        """Write what `tensors` gave into a checkpoint's folder, in the layout of diffusers."""
+        for group, values in tensors.items():
+            place = _place(folder, group)
+            if self._lora:
+                save_adapter(self.transformer, place, values)
+            else:
+                save_transformer(self.transformer, place / "transformer", values)
+
+    def load(self, folder: Path) -> None:
+        """Fill the trained weights and their averages from a checkpoint; every process calls it, after `prepare`.
+
+        Raises:
+            QieError: the checkpoint is damaged, or of another adapter; names the file.
+        """
+        for group, values in self._groups().items():
+            place, name = _place(folder, group), ADAPTER_FILE if self._lora else "transformer"
+            if group == TRAINED and not self._lora and folder == self._weights:
+                continue  # the transformer was loaded from there
+            with explained_damage(folder, EMA if group == EMA else name):
+                if self._lora:
+                    fill_adapter(values, place)
+                else:
+                    fill(values, read_transformer(place / "transformer"))
+
+    def release(self) -> None:
+        """Drop the wrapper for several processes."""
+        self.model = self.transformer
+
+    def _groups(self) -> dict[str, Tensors]:
+        """The tensors themselves, perhaps sharded, by their names in a file."""
+        found: dict[str, Tensors] = {TRAINED: {name: weight.detach() for name, weight in self.parameters.items()}}
+        if self._ema:
+            found[EMA] = self._ema.averages
+        return {group: as_saved(self.transformer, values) if self._lora else values for group, values in found.items()}
+
+
+def _place(folder: Path, group: str) -> Path:
+    return folder if group == TRAINED else folder / group
+
+
+def _with_adapter(
+    pretrained: PretrainedModel, config: Config, dtype: torch.dtype, device: torch.device, *, fresh: bool
+) -> QwenImageTransformer2DModel:
+    """The frozen transformer with its adapters; the trained one is new, or begins from model.lora.continue_from."""
+    model = config.model
+    assert model.lora is not None
+    transformer = load_transformer(
+        pretrained, dtype, quantize=model.quantize, attention_backend=model.attention_backend, device=device
+    )
+    add_frozen_adapters(transformer, model.adapters)
+    lora = model.lora if fresh else model.lora.model_copy(update={"continue_from": None})
+    add_lora(transformer, lora, config.train.seed, dtype=getattr(torch, config.train.trained_dtype))
+    return transformer
+
+
+def _all_trained(pretrained: PretrainedModel, config: Config, weights: Path | None) -> QwenImageTransformer2DModel:
+    """The base model's transformer, or that of the checkpoint `weights`, with all weights trainable."""
+    trained, backend = getattr(torch, config.train.trained_dtype), config.model.attention_backend
+    source = PretrainedModel(weights, pretrained.family) if weights else pretrained
+    with explained_damage(weights, "transformer") if weights else nullcontext():
+        transformer = load_transformer(source, trained, attention_backend=backend)
+        if weights:
+            _require_same_layers(transformer, pretrained, weights / "transformer")
+    train_everything(transformer, trained)
+    return transformer
+
+
+def _require_same_layers(transformer: QwenImageTransformer2DModel, base: PretrainedModel, folder: Path) -> None:
+    """Raise ValueError unless a transformer is as the base model's, and all of it, finite, stands in its files."""
+    expected = {name: value for name, value in empty_transformer(base).config.items() if not name.startswith("_")}
+    if other := [name for name in expected if json.dumps(expected[name]) != json.dumps(transformer.config.get(name))]:
+        raise ValueError(f"in config.json, {other[0]} is not that of the base model")
+    if others := transformer.state_dict().keys() ^ read_transformer(folder).keys():
+        raise ValueError(f"{min(others)} is missing, or too many")
+    if bad := not_finite(transformer.state_dict()):
+        raise ValueError(f"{bad} is not finite")
