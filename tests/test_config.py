@@ -354,7 +354,6 @@ def test_where_a_section_is_due_its_keys_are_said(file: Path) -> None:
         ("", ("model.lora=null", "model.quantize=nf4"), "model", "quantize needs lora"),
         ("", ("model.lora=null", "model.adapters=[{path: x}]"), "model", "adapters needs lora"),
         ("data: {area_px: 65536, buckets_px: [[256, 256]]}", (), "data", "area_px and buckets_px exclude each other"),
-        ("data: {buckets_px: [[256, 250]]}", (), "data", "multiples of 16"),
     ],
 )
 def test_values_that_exclude_each_other_are_refused_in_words(

@@ -53,6 +53,16 @@ def encoders() -> dict[str, PromptEncoder]:
     }
 
 
+@pytest.fixture(scope="module")
+def half() -> tuple[dict[str, PromptEncoder], dict[str, Released]]:
+    """qie's and the released half of the pipelines in bfloat16."""
+    models = {name: PretrainedModel(GOLDEN, family) for name, family in FAMILIES.items()}
+    return (
+        {name: PromptEncoder(one, CPU, torch.bfloat16) for name, one in models.items()},
+        {name: Released(name, torch.bfloat16) for name in FAMILIES},
+    )
+
+
 def resized(image: Image.Image, area_px: int) -> Image.Image:
     return show(image, choose_view(image.size, (area_px,), (), 32))
 
@@ -68,17 +78,17 @@ class Released:
     types, of which the pipeline does not know, are passed on.
     """
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, dtype: torch.dtype = torch.float32) -> None:
         self._pipeline = getattr(diffusers, FAMILIES[family].pipeline)(None, None, None, None, None, None)
         self._pipeline.processor, self._pipeline.text_encoder = self._process, self._pass
         self._tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
         self._images = Qwen2VLImageProcessorPil.from_pretrained(GOLDEN / "processor")
-        self._model = Qwen2_5_VLForConditionalGeneration.from_pretrained(GOLDEN / "text_encoder", dtype=torch.float32)
+        self._model = Qwen2_5_VLForConditionalGeneration.from_pretrained(GOLDEN / "text_encoder", dtype=dtype)
 
     def embed(self, images: list[Image.Image], prompt: str) -> torch.Tensor:
         """[L, D]"""
         with torch.no_grad():
-            (embeds,), _ = self._pipeline._get_qwen_prompt_embeds(prompt, images, CPU, torch.float32)
+            (embeds,), _ = self._pipeline._get_qwen_prompt_embeds(prompt, images, CPU, self._model.dtype)
         return embeds
 
     def _process(self, text: list[str], images: list[Image.Image], padding: bool, return_tensors: str) -> BatchFeature:
@@ -109,6 +119,17 @@ def test_embeddings_equal_the_released_pipelines_bit_for_bit(case: dict, encoder
     encoder, images = encoders[case["family"]], golden_images(case)
     (embeds,) = encoder.encode([encoder.see(encoder.patches(images))], [case["prompt"]])
     assert torch.equal(embeds.prompt, released[case["family"]].embed(images, case["prompt"]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_in_bfloat16_prompts_equal_the_released_pipelines_and_null_prompts_are_near(case: dict, half, released) -> None:
+    """The null prompt, continued, is about as far from float32 as the pipeline's own is."""
+    images, (encoders, pipelines) = golden_images(case), half
+    encoder, pipeline = encoders[case["family"]], pipelines[case["family"]]
+    (embeds,) = encoder.encode([encoder.see(encoder.patches(images))], [case["prompt"]])
+    assert torch.equal(embeds.prompt, pipeline.embed(images, case["prompt"]))
+    exact, theirs = (one.embed(images, NULL_PROMPT).float() for one in (released[case["family"]], pipeline))
+    assert distance(embeds.empty.float(), exact) < 1.5 * distance(theirs, exact) < 0.1
 
 
 @needs_golden_pillow
