@@ -254,7 +254,7 @@ def test_every_public_name_and_old_name_is_shown_in_a_page_of_prose() -> None:
 
 def test_names_that_the_pages_use_are_there() -> None:
     for page in PAGES:
-        for name in re.findall(r"`(qie(?:\.[a-zA-Z_]\w*)+)[`(]", text_of(page)):
+        for name in re.findall(r"`(?:\w+=)?(qie(?:\.[a-zA-Z_]\w*)+)[`(]", text_of(page)):
             assert name.startswith("qie.cli.") or pkgutil.resolve_name(name), f"{page.name}: {name}"
 
 

@@ -108,6 +108,21 @@ def test_a_public_bucket_is_read_without_credentials_or_signature(s3: S3, monkey
     assert signatures[0] and signatures[1:] == [None]
 
 
+def test_behind_a_proxy_it_is_the_proxy_who_is_asked_whatever_the_host(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Proxy(Quiet):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+    with serving(Proxy) as url:
+        s3.go_through("http://host.invalid")
+        monkeypatch.setenv("HTTP_PROXY", url)
+        assert open_folder(f"{s3.url}/data").size("a") is None
+    assert asked and all(path.startswith("http://host.invalid/") for path in asked)
+
+
 def test_a_session_token_follows_no_redirect_to_another_host(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
     asked: list[str] = []
