@@ -5,11 +5,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test coverage lint docs clean help
+.PHONY: demo test test-cpus coverage lint docs clean help
 
 help:
 	@echo "make demo      the main job, end to end, on a tiny model and real photographs (about 3 minutes)"
 	@echo "make test      the tests"
+	@echo "make test-cpus those that compare numbers, with the kernels of other CPUs (about 5 minutes on two idle cores)"
 	@echo "make coverage  the tests, and which lines none of them reaches"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      the documentation as a site, in build/site"
@@ -39,6 +40,9 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist wo
 
 test: $(VENV)/.installed
 	$(PYTEST)
+
+test-cpus: $(VENV)/.installed
+	.ci/cpus
 
 coverage: $(VENV)/.installed
 	$(PYTEST) --cov=qie --cov-branch --cov-report=term-missing:skip-covered
