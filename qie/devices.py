@@ -26,7 +26,9 @@ def resolve_device(name: str, key: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if device == torch.device("cpu", 0):
+        device = CPU  # to torch another one, between which some operations fail
+    if device is None or (device != CPU and device.type != "cuda"):
         raise ConfigError("no such device", where=key, expected="auto, cpu, cuda:0, …", found=name)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:

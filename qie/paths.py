@@ -13,7 +13,9 @@ from qie.errors import QieError, UsageError
 
 
 def local_path(place: str | Path) -> Path:
-    """A path with `~` expanded. Raises UsageError for the home of nobody."""
+    """A path with `~` expanded. Raises UsageError for the home of nobody, and for what can be no path."""
+    if "\0" in str(place):
+        raise UsageError("a path holds NUL, which no path can", where=place)
     try:
         return Path(place).expanduser()
     except RuntimeError as error:

@@ -329,7 +329,7 @@ def test_a_gpu_that_is_not_there_is_named_with_its_key(
 
 
 @with_device
-@pytest.mark.parametrize("device", ["gpu", "cuda:-1", "cuda:one"])
+@pytest.mark.parametrize("device", ["gpu", "cuda:-1", "cuda:one", "cpu:1", f"cuda:{10**30}"])
 def test_what_is_no_device_is_named_with_its_key(
     refused: Refused, command, arguments: tuple[str, ...], key: str, device: str
 ) -> None:
@@ -549,6 +549,29 @@ def test_braces_that_do_not_match_are_refused(refused: Refused, place: str) -> N
 
 def test_the_home_of_nobody_is_refused(refused: Refused) -> None:
     assert "~nobody-of-this-name" in refused(stats, "~nobody-of-this-name/shards")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (stats, ("a\0b",)),
+        (stats, ("file://a\0b",)),
+        (train, ("a\0b", *CONFIG)),
+        (train, (*CONFIG, "--resume", "a\0b")),
+        *[(precompute, (*CONFIG, option, "a\0b")) for option in ("--source", "--output", "--log", "--config")],
+        *[(predict, (*PAINT, option, "a\0b")) for option in ("--image", "--output", "--lora", "--transformer")],
+    ],
+)
+def test_a_path_that_holds_nul_is_refused(work: Path, command, arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(command.main, list(arguments))
+    assert isinstance(result.exception, SystemExit) and result.exit_code == 2, result.output
+    assert r"a\x00b" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--negative-prompt"])
+def test_a_prompt_that_is_no_text_is_refused_by_its_option(refused: Refused, option: str) -> None:
+    """What Python makes of an argument that is not UTF-8."""
+    assert "no Unicode" in (message := refused(predict, *PAINT, option, "night \udc80")) and option in message
 
 
 @pytest.mark.parametrize("command", [stats, precompute])

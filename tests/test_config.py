@@ -457,7 +457,7 @@ def test_what_looks_like_a_date_is_a_text(file: Path, text: str) -> None:
     assert load(file, "", f"train.output_dir={text}").train.output_dir == text
 
 
-@pytest.mark.parametrize("text", ["0x_"])
+@pytest.mark.parametrize("text", ["0x_", "0x" + "f" * 5000, "0b" + "1" * 20_000])
 def test_a_value_that_yaml_cannot_build_is_refused_by_its_key(file: Path, text: str) -> None:
     """PyYAML raises a plain ValueError where text has the form of a number, but is none."""
     assert "YAML" in refusal(file, f"train: {{output_dir: {text}}}").what

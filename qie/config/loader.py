@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 MAX_CHARS = 2**20
+MAX_BITS = 4096
 MAX_VALUES = 100_000
 """Ten aliases of ten aliases and so on are a page of text that stands for more values than any memory holds."""
 
@@ -26,6 +27,16 @@ class _Loader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, f"the key {twice[1]!r} is given twice", node.start_mark)
         return node
 
+
+def _int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """An integer that can be shown again: Python reads longer ones in base 16 than it writes in base 10."""
+    number = int(loader.construct_yaml_int(node))
+    if number.bit_length() > MAX_BITS:
+        raise ValueError(f"a number of {number.bit_length()} bits; at most {MAX_BITS} are read")
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 # No value is a date: what looks like one is the name of a run or of a folder.
 _Loader.yaml_implicit_resolvers = {

@@ -83,12 +83,14 @@ class Seen:
 
 
 def check_prompt(prompt: str) -> None:
-    """Raise RowError when a prompt cannot stand in the template: nothing in it, a token that would be taken for an
-    image or for the prompt's end, or so much that its tokens need not be counted."""
+    """Raise RowError when a prompt cannot stand in the template: nothing in it, no Unicode, a token that would be taken
+    for an image or for the prompt's end, or so much that its tokens need not be counted."""
     if not prompt.strip():
         raise RowError("the prompt is empty")
     if len(prompt) > MAX_PROMPT_CHARS:
         raise RowError("the prompt is too long", expected=f"at most {MAX_PROMPT_CHARS} characters", found=len(prompt))
+    if half := re.search("[\ud800-\udfff]", prompt):
+        raise RowError("the prompt is no Unicode text", found=repr(half[0]), hint="write it as UTF-8")
     if special := _SPECIAL_TOKEN.search(prompt):
         raise RowError("the prompt contains a special token", found=special[0], hint="remove it from the prompt")
 

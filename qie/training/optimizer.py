@@ -18,6 +18,7 @@ from diffusers.optimization import get_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from qie.config import OptimizerConfig, SchedulerConfig
+from qie.config.training import MAX_LR
 from qie.errors import ConfigError
 from qie.training.model.sharding import all_whole, like
 from qie.training.model.weights import not_finite
@@ -55,7 +56,7 @@ def check_optimizer(
     """Raise what both would raise in a run of `steps`, on a small weight, before 41 GB of others are read.
 
     Raises:
-        ConfigError: one cannot be made, or a step of it fails, or a learning rate is not finite.
+        ConfigError: one cannot be made, or a step of it fails, or a learning rate is out of bounds.
     """
     weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
     made = make_optimizer(optimizer, [weight])
@@ -66,8 +67,9 @@ def check_optimizer(
     with _refused("lr_scheduler", "the schedule fails within the run"):
         # Those of diffusers are the same function throughout.
         for _ in range(1 if schedule.class_path is None else min(steps, MAX_TRIED)):
-            if not all(math.isfinite(rate) for rate in rates.get_last_lr()):
-                raise ValueError(f"a learning rate is not finite at step {rates.last_epoch}")
+            for rate in rates.get_last_lr():
+                if not 0 <= rate <= MAX_LR:
+                    raise ValueError(f"a learning rate of {rate:g} at step {rates.last_epoch}, not of 0 to {MAX_LR:g}")
             rates.step()
 
 

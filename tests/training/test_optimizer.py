@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 
 from qie.config import OptimizerConfig, SchedulerConfig
 from qie.errors import ConfigError
-from qie.training.optimizer import load_named_state, make_optimizer, make_schedule, named_state
+from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
 
 CLASSES = {
     "torch.optim.AdamW": {"lr": 0.1},
@@ -112,6 +112,27 @@ def test_an_optimizer_that_trains_other_weights_than_it_uses_is_refused(monkeypa
     monkeypatch.setattr(torch.optim.SGD, "eval", lambda self: None, raising=False)  # as schedule-free ones have
     with pytest.raises(ConfigError, match="other weights for training"):
         make_optimizer(OptimizerConfig(class_path="torch.optim.SGD"), list(parameters().values()))
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "schedule", "what"),
+    [
+        ("torch.optim.SparseAdam", {}, {}, "first step fails"),
+        ("torch.optim.AdamW", {}, {"class_path": "StepLR", "init_args": {"step_size": 0}}, "schedule fails"),
+        ("torch.optim.AdamW", {}, {"class_path": "OneCycleLR", "init_args": {"max_lr": 1, "total_steps": 7}}, "fails"),
+        ("torch.optim.AdamW", {}, {"class_path": "ExponentialLR", "init_args": {"gamma": 3e38}}, "schedule fails"),
+        ("torch.optim.AdamW", {"lr": 0}, {"scheduler_type": "polynomial"}, "refuses its values"),
+    ],
+)
+def test_what_would_fail_within_the_run_is_refused_before_it(
+    path: str, arguments: dict, schedule: dict, what: str
+) -> None:
+    if name := schedule.get("class_path"):
+        schedule = schedule | {"class_path": f"torch.optim.lr_scheduler.{name}"}
+    sections = OptimizerConfig(class_path=path, init_args={"lr": 1e-3} | arguments), SchedulerConfig(**schedule)
+    with pytest.raises(ConfigError, match=what):
+        check_optimizer(*sections, torch.device("cpu"), 10)
+    check_optimizer(OptimizerConfig(), SchedulerConfig(), torch.device("cpu"), 10)
 
 
 @pytest.mark.parametrize("name", ["beside_me", "prodigyopt"])
