@@ -11,13 +11,12 @@ import torch
 from PIL import Image, PngImagePlugin
 
 from qie.config import Config
-from qie.data.sources.files import LocalFile
 from qie.devices import resolve_device
 from qie.encode.images import decode_image
 from qie.encode.text import check_prompt
 from qie.errors import RowError, UsageError
 from qie.paths import local_path, open_own, require_writable
-from qie.stores import TooLargeError
+from qie.stores import File, MissingError, RefusedError, TooLargeError
 
 
 def worker_configs(config: Config, devices: str) -> list[Config]:
@@ -73,9 +72,9 @@ def read_images(paths: Iterable[str], background: str, where: str | None = None)
     for path in paths:
         place = f"{where}: {path}" if where else path
         try:
-            images.append(decode_image(LocalFile(local_path(path)).read(), "the file", background))
-        except OSError as error:
-            raise UsageError(f"the image cannot be read: {error.strerror}", where=place) from error
+            images.append(decode_image(File.at(local_path(path)).read(), "the file", background))
+        except (MissingError, RefusedError) as error:
+            raise UsageError(f"the image cannot be read: {error.reason}", where=place) from error
         except (RowError, TooLargeError) as error:
             raise UsageError(error.what, where=place, expected=error.expected, found=error.found) from error
     return images

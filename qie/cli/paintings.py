@@ -72,14 +72,14 @@ def read_batch(file: Path, *, negative_prompt: str, seed: int, count: int) -> li
     Raises:
         UsageError: the file cannot be read, holds no line, or a line is none; names file and line.
     """
-    from qie.data.sources.files import LocalFile
     from qie.errors import UsageError
     from qie.paths import local_path
+    from qie.stores import File, MissingError, RefusedError
 
     try:
-        lines = LocalFile(file).read().decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise UsageError(f"the batch cannot be read: {error.strerror}", where=file) from error
+        lines = File.at(file).read().decode("utf-8-sig").split("\n")
+    except (MissingError, RefusedError) as error:
+        raise UsageError(f"the batch cannot be read: {error.reason}", where=file) from error
     except UnicodeDecodeError as error:
         raise UsageError("the batch is not UTF-8", where=file, found=f"byte {error.start}") from error
     paintings = []

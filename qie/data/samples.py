@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from qie.data.sources import Source, part_of
+from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
 from qie.errors import QieError, RowError, ShardError
 from qie.recipe import Recipe
@@ -153,7 +153,7 @@ def look_at_rows(
     for done, (index, looks) in enumerate(zip(rows, looking.run(rows), strict=True), start=1):
         progress(done)
         for number, seen in enumerate(looks):
-            name, part = source.name(index), part_of(source, index)
+            name, part = source.name(index), source_name(source, index)
             if isinstance(seen, RowError):
                 skipped.append(Skipped(index, name, seen.what, source=part, variant=number))
             else:

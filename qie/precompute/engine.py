@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from qie.data.samples import RowEncoder
-from qie.data.sources import Source, part_of
+from qie.data.sources import Source, source_name
 from qie.errors import RowError
 from qie.precompute.ranges import Range, shard_ranges
 from qie.precompute.report import Progress, Report
@@ -240,7 +240,7 @@ class Engine:
         self._records.add(group.index, shard.writer.index_file)
 
     def _skipped(self, error: RowError, number: int, key: str | None = None, variant: int = 0) -> Skipped:
-        name, part = self.source.name(number), part_of(self.source, number)
+        name, part = self.source.name(number), source_name(self.source, number)
         if self.settings.on_error == "stop":
             raise located(error, number, name) from error
         return Skipped(number, name, error.what, key, part, variant)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from qie.data.sources import Source, part_of
+from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
 from qie.errors import QieError, RowError
 from qie.recipe import Recipe
@@ -105,7 +105,7 @@ def explain_rows(
         try:
             rows = variants.of(source.read(number))
         except RowError as error:
-            name, part = source.name(number), part_of(source, number)
+            name, part = source.name(number), source_name(source, number)
             return [Verdict(number, 0, name, part, "unreadable", (Cause("row", f"cannot be read: {error.what}"),))]
         return [Verdict(number, row.variant, row.name, row.source, *known.verdict(row, recipe)) for row in rows]
 

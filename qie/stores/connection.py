@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from qie.stores.contract import StoreError
 from qie.stores.credentials import demand_credentials, s3_endpoint, s3_settings
-from qie.stores.errors import StoreError
-from qie.stores.explain import NOWHERE, cause
+from qie.stores.object_errors import NOWHERE, cause
 from qie.stores.retry import FIRST_PAUSE_S, Limits, limits
 
 # The time for retries ends them, not their number.

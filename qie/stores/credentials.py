@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qie.errors import UsageError
-from qie.stores.errors import StoreError
-from qie.stores.explain import CREDENTIALS
+from qie.stores.contract import StoreError
+from qie.stores.object_errors import CREDENTIALS
 
 PROBE_S = 1.0
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qie.errors import QieError, UsageError
-from qie.stores.errors import WHOLE_BYTES, MissingError, StoreError, require_whole
-from qie.stores.names import checked, checked_range
+from qie.stores.contract import WHOLE_BYTES, MissingError, StoreError, checked, checked_range, require_whole
 from qie.stores.retry import patiently
 
 MAX_CAUSE = 300
@@ -61,6 +60,9 @@ class HubFolder:
     def child(self, name: str) -> HubFolder:
         return HubFolder(f"{self.url}/{checked(name)}", self._at(name), self.filesystem)
 
+    def names(self) -> list[str]:
+        return sorted(name for name, *_ in self._entries())
+
     def listing(self) -> dict[str, int]:
         return dict(sorted((name, size) for name, size, kind, _ in self._entries() if kind == "file"))
 
@@ -91,10 +93,13 @@ class HubFolder:
             return None
         return int(facts["size"]) if facts["type"] == "file" else None
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, most: int = WHOLE_BYTES, size: int | None = None
+    ) -> bytes:
+        del size  # to compare it would be a request more
         checked_range(name, start, stop)
         if stop is None and start == 0:
-            return self._ask(self._url(name), lambda: self._whole(self._at(name)))
+            return self._ask(self._url(name), lambda: self._whole(self._at(name), most))
         size = self.size(name) if stop is None or start == stop else None
         if size is None and (stop is None or start == stop):
             raise MissingError("there is no such file", where=self._url(name))
@@ -109,13 +114,13 @@ class HubFolder:
             raise StoreError(what, where=self._url(name), expected=f"{end} bytes", found=found)
         return content
 
-    def _whole(self, at: str) -> bytes:
+    def _whole(self, at: str, most: int) -> bytes:
         files = self._files()
         if files.isdir(at):  # of which the Hub would send the web page
             raise FileNotFoundError(at)
         with files.open(at, "rb", block_size=0) as file:  # 0: as a stream, without asking for its size first
-            content = bytes(file.read(WHOLE_BYTES + 1))
-        require_whole(len(content), at)
+            content = bytes(file.read(most + 1))
+        require_whole(len(content), at, most)
         return content
 
     def _range(self, at: str, start: int, stop: int) -> bytes:

@@ -10,9 +10,17 @@ from urllib.parse import quote, unquote
 
 from qie.errors import UsageError
 from qie.stores.connection import Connection
-from qie.stores.errors import MissingError, StoreError, UnlistedError, WholeFilesError, require_whole
-from qie.stores.explain import explained, no_bucket, passes, status
-from qie.stores.names import checked, checked_range
+from qie.stores.contract import (
+    WHOLE_BYTES,
+    MissingError,
+    StoreError,
+    UnlistedError,
+    WholeFilesError,
+    checked,
+    checked_range,
+    require_whole,
+)
+from qie.stores.object_errors import no_bucket, passes, status, store_error
 from qie.stores.retry import interruptibly, patiently
 
 PART_BYTES = 8 * 2**20
@@ -68,6 +76,11 @@ class ObjectFolder:
     def child(self, name: str) -> ObjectFolder:
         return ObjectFolder(self._url(name), self._key(name), self.connection)
 
+    def names(self) -> list[str]:
+        found = self._entries()
+        paths = [*(entry["path"] for entry in found["objects"]), *found["common_prefixes"]]
+        return sorted(path.rpartition("/")[2] for path in paths if path != self.prefix)
+
     def listing(self) -> dict[str, int]:
         # A folder's marker, an object of no bytes with the folder's own name, is no file in it.
         found = [(entry["path"], entry["size"]) for entry in self._entries()["objects"] if entry["path"] != self.prefix]
@@ -98,13 +111,16 @@ class ObjectFolder:
         except MissingError:
             return None
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, most: int = WHOLE_BYTES, size: int | None = None
+    ) -> bytes:
+        del size  # to compare it would be a request more
         checked_range(name, start, stop)
         if start == stop:
             return self._nothing(name, start)
         url, content = self._url(name), None
         try:
-            content = self._ask(url, lambda: self._get(name, start, stop))
+            content = self._ask(url, lambda: self._get(name, start, stop, most))
         except StoreError as error:
             if not isinstance(error.__cause__, Exception) or status(error.__cause__) != 416:
                 raise
@@ -114,7 +130,7 @@ class ObjectFolder:
             raise StoreError("a file is too short", where=url, expected=f"{stop} bytes", found=start + len(content))
         return content
 
-    def _get(self, name: str, start: int, stop: int | None) -> bytes:
+    def _get(self, name: str, start: int, stop: int | None, most: int = WHOLE_BYTES) -> bytes:
         import obstore
 
         key, store = self._key(name), self.connection.store()
@@ -123,7 +139,7 @@ class ObjectFolder:
         if start:
             return bytes(obstore.get(store, key, options={"range": {"offset": start}}).bytes())
         found = obstore.get(store, key)
-        require_whole(int(found.meta["size"]), self._url(name))
+        require_whole(int(found.meta["size"]), self._url(name), most)
         return bytes(found.bytes())
 
     def _nothing(self, name: str, needed: int) -> bytes:
@@ -226,7 +242,7 @@ class ObjectFolder:
                     hint="keep whole shards on this machine's disk (cache.local_dir), or serve them by one that knows "
                     "ranges, such as nginx",
                 ) from error
-            raise explained(error, url) from error
+            raise store_error(error, url) from error
 
     def _refuse_web(self, name: str) -> None:
         if self._web:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+from fnmatch import fnmatchcase
 from itertools import product
 from math import prod
+from pathlib import Path
 
 from qie.errors import UsageError
 from qie.paths import local_path
-from qie.stores.folder import scheme_of
+from qie.stores.contract import Folder
+from qie.stores.disk import LocalFolder
+from qie.stores.places import File, open_folder, scheme_of
 
 MAX_NAMES = 1_000_000
 
@@ -21,6 +26,38 @@ _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d{1,18}))?")
 def is_glob(pattern: str) -> bool:
     """Whether a pattern matches what is there, instead of naming it."""
     return _GLOB.search(pattern) is not None
+
+
+def matching_files(place: str, ending: str) -> list[File]:
+    """The files that a file's name, a folder or a glob stands for, in order; of a folder, those with the ending.
+
+    In a URL, a glob may stand in the last part only, and a name with the ending is taken for a file's without a look.
+    """
+    if scheme_of(place) is None:
+        path = local_path(place)
+        if path.is_dir():
+            return files_in(LocalFolder(path), "*" + ending)
+        if path.exists():
+            return [File(LocalFolder(path.parent), path.name)]
+        return glob_files(str(path)) if is_glob(str(path)) else []
+    folder, _, name = place.rpartition("/")
+    if is_glob(name):
+        return files_in(open_folder(folder), name)
+    if name.lower().endswith(ending):
+        return [File(open_folder(folder), name)]
+    return files_in(open_folder(place), "*" + ending)
+
+
+def glob_files(pattern: str) -> list[File]:
+    """The local files that a glob matches, in order; `**` matches folders of any depth."""
+    matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+    return [File(LocalFolder(path.parent), path.name) for path in map(Path, matches)]
+
+
+def files_in(folder: Folder, pattern: str) -> list[File]:
+    """The files of a folder whose names match, in order, without hidden ones."""
+    names = (name for name in folder.names() if fnmatchcase(name, pattern) and not name.startswith("."))
+    return [File(folder, name) for name in names]
 
 
 def spelled_out(place: str) -> list[str]:
@@ -62,7 +99,7 @@ def _sequence(pattern: str, at: int, ends: str) -> tuple[list[str], int]:
 
 
 def _brace(pattern: str, at: int) -> tuple[list[str], int]:
-    """The names of the brace that opens at `at`, and where the pattern goes on behind it."""
+    """The names of the brace that opens at `at`, and where the pattern goes on after it."""
     start = at
     alternatives: list[list[str]] = []
     while not alternatives or pattern[at] == ",":

@@ -539,7 +539,7 @@ def test_without_room_for_its_index_a_shard_is_not_there(tmp_path: Path, replaci
     if replacing:
         write_shard(tmp_path, SAMPLES)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(QieError) as error:
-        patch.setattr("qie.stores.local._sync", lambda file: full())
+        patch.setattr("qie.stores.disk._sync", lambda file: full())
         write_shard(tmp_path, SAMPLES[::-1])
 
     assert "No space left on device" in str(error.value.found)

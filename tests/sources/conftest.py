@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.sources import places
-from qie.stores.local import LocalFolder
+from qie.data.sources import kinds, resolve
+from qie.stores import Folder, LocalFolder, patterns, places
 from tests.s3 import s3, s3_server  # noqa: F401
 from tests.sources.tables import Bucket, Table
 
@@ -23,14 +23,19 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """s3://bucket is a folder of this machine."""
     root = Bucket("s3://bucket", LocalFolder(tmp_path))
 
-    def open_folder(url: str) -> Bucket:
+    opened = places.open_folder
+
+    def open_folder(url: str) -> Folder:
+        if not str(url).startswith("s3:"):
+            return opened(url)
         assert url.startswith("s3://bucket"), url
         folder = root
         for name in url.removeprefix("s3://bucket").strip("/").split("/"):
             folder = folder.child(name) if name else folder
         return folder
 
-    monkeypatch.setattr(places, "open_folder", open_folder)
-    places._store.cache_clear()
+    for module in (kinds, resolve, patterns, places):
+        monkeypatch.setattr(module, "open_folder", open_folder)
+    resolve._store.cache_clear()
     yield root
-    places._store.cache_clear()
+    resolve._store.cache_clear()

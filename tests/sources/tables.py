@@ -14,8 +14,7 @@ import pytest
 
 from qie.data.sources import Source, open_source
 from qie.errors import QieError
-from qie.stores import MissingError
-from qie.stores.local import LocalFolder
+from qie.stores import WHOLE_BYTES, LocalFolder, MissingError
 
 COLUMNS = ("path_target", "path_control", "prompt")
 
@@ -97,6 +96,9 @@ class Bucket:
     def child(self, name: str) -> Bucket:
         return Bucket(f"{self.url}/{name}", self.folder.child(name), self.asked, self.faults)
 
+    def names(self) -> list[str]:
+        return self.folder.names()
+
     def listing(self) -> Mapping[str, int]:
         return self.folder.listing()
 
@@ -106,10 +108,12 @@ class Bucket:
     def size(self, name: str) -> int | None:
         return self.folder.size(name)
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, most: int = WHOLE_BYTES, size: int | None = None
+    ) -> bytes:
         self.asked.append(f"{name} {start}-{stop}")
         if name in self.faults:
             raise self.faults[name]
         if self.size(name) is None:
             raise MissingError("there is no such file", where=name)
-        return self.folder.read(name, start, stop)
+        return self.folder.read(name, start, stop, most=most)

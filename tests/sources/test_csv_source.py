@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qie.data.sources import csv_source, open_source, part_of
+from qie.data.sources import csv_source, open_source, source_name
 from qie.errors import RowError, SourceError
 from tests.sources.tables import Table, names, paths, refused
 
@@ -18,7 +18,7 @@ def test_a_row_is_the_bytes_of_its_files(table: Table) -> None:
     row = source.read(1)
     assert (row.index, row.target, row.controls) == (1, b"images/t1.png", (b"images/c1.png",))
     assert (row.prompt, row.mask, row.more_prompts, row.source) == ("do 1", None, (), "")
-    assert len(source) == 2 and part_of(source, 0) == ""
+    assert len(source) == 2 and source_name(source, 0) == ""
 
 
 def test_a_row_is_called_by_its_file_and_line_or_by_its_own_column(table: Table) -> None:
@@ -148,7 +148,7 @@ def test_a_header_alone_is_refused(table: Table) -> None:
 
 
 def test_a_file_that_is_not_there_is_refused(table: Table) -> None:
-    assert refused(SourceError, table.root / "gone.csv").where == table.root / "gone.csv"
+    assert str(refused(SourceError, table.root / "gone.csv").where) == str(table.root / "gone.csv")
 
 
 # Text

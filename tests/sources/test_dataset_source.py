@@ -14,7 +14,7 @@ import datasets
 import pytest
 from PIL import Image
 
-from qie.data.sources import DatasetSource, open_source, part_of
+from qie.data.sources import DatasetSource, open_source, source_name
 from qie.errors import RowError, SourceError
 from tests.sources.tables import names, refused
 
@@ -66,7 +66,7 @@ def test_a_row_is_the_original_bytes(tmp_path: Path) -> None:
     assert [row.controls for row in rows] == [(png(50),), (png(51),) * 2, (png(52),) * 3]
     assert [row.mask for row in rows] == [None, png(99), png(99)]
     assert [(row.index, row.name, row.prompt) for row in rows] == [(n, f"edits[{n}]", f"do {n}") for n in range(3)]
-    assert names(source) == ["edits[0]", "edits[1]", "edits[2]"] and part_of(source, 0) == ""
+    assert names(source) == ["edits[0]", "edits[1]", "edits[2]"] and source_name(source, 0) == ""
 
 
 def test_a_dataset_of_chosen_and_reordered_rows_keeps_its_order(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.sources import CsvSource, FolderSource, JsonlSource, Mixture, SourceSpec, open_source, part_of
+from qie.data.sources import CsvSource, FolderSource, JsonlSource, Mixture, SourceSpec, open_source, source_name
 from qie.errors import RowError, SourceError
 from tests.sources.tables import Table, names, paths, refused, values, write_tar
 
@@ -31,7 +31,7 @@ def test_a_row_says_where_it_is_from(places: list[Path]) -> None:
     assert [mixture.read(index).source for index in range(3)] == ["one", "one", "second"]
     assert [mixture.part(index) for index in range(3)] == ["one", "one", "second"]
     assert names(mixture) == ["one.csv:2", "one.csv:3", "two.jsonl:1"]
-    assert open_source(places[0]).read(0).source == "" and part_of(open_source(places[0]), 0) == ""
+    assert open_source(places[0]).read(0).source == "" and source_name(open_source(places[0]), 0) == ""
 
 
 def test_weights_are_carried(places: list[Path]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from qie.data.sources import Source, open_source
 from qie.errors import RowError, SourceError
-from qie.stores import StoreError, open_folder
+from qie.stores import StoreError, disk, open_folder
 from tests.s3 import S3
 from tests.sources.tables import Bucket, Table, names, paths, refused, values, write_tar
 
@@ -139,10 +139,10 @@ def test_a_local_table_may_name_urls(bucket: Bucket, table: Table) -> None:
 def test_a_machine_that_is_at_fault_stops_the_run(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(table.csv([paths(0)]))
 
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path) -> tuple[int, int]:
         raise OSError(24, "Too many open files", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(disk, "_open_regular", refuse)
     with pytest.raises(StoreError, match="Too many open files"):
         source.read(0)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_iterator
 
-from qie.data.sources import open_source, part_of, tars
+from qie.data.sources import open_source, source_name, tars
 from qie.data.sources.tar_members import iter_members
 from qie.errors import RowError, SourceError, UsageError
 from qie.stores import patterns
@@ -42,7 +42,7 @@ def test_a_row_is_the_bytes_of_its_members(tar: Path) -> None:
     row = source.read(1)
     assert (row.index, row.name, row.target) == (1, "x.tar/dir/001", b"dir/001.target.png")
     assert (row.controls, row.prompt, row.mask) == ((b"dir/001.control.png",), "dir/001.txt", None)
-    assert names(source) == ["x.tar/000", "x.tar/dir/001"] and part_of(source, 0) == ""
+    assert names(source) == ["x.tar/000", "x.tar/dir/001"] and source_name(source, 0) == ""
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_opening_passes_over_what_members_hold(tar: Path, monkeypatch: pytest.Mo
             read.append(size)
             return super().read(size)
 
-    monkeypatch.setattr("qie.data.sources.files.LocalFile.open", lambda file, size=0: Counted(file.path))
+    monkeypatch.setattr("qie.stores.File.open", lambda file, size=0: Counted(file.path))
     source = open_source(tar)
     assert len(source) == 100 and sum(read[:-2]) == 2 + 512 * 301
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.sources.places import place_at
 from qie.stores import MissingError, StoreError, TooLargeError, open_folder
-from qie.stores.local import LocalFolder
+from qie.stores.disk import LocalFolder
 
 CONTENT = b"x" * 50_000
 
@@ -62,7 +61,7 @@ def test_a_full_disk_is_said_to_be_full(tmp_path: Path, source: Path, how: str, 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr("qie.stores.local.os.fsync", full)
+    monkeypatch.setattr("qie.stores.disk.os.fsync", full)
     with pytest.raises(StoreError) as error:
         writers(open_folder(tmp_path / "folder"), source)[how]()
 
@@ -92,7 +91,7 @@ def test_a_file_gets_its_name_after_it_is_synced_and_its_folder_is_synced_last(
         events.append((path.relative_to(tmp_path).as_posix(), (tmp_path / "new/folder/a").exists()))
         fsync(handle)
 
-    monkeypatch.setattr("qie.stores.local.os.fsync", watched)
+    monkeypatch.setattr("qie.stores.disk.os.fsync", watched)
     writers(folder, source)[how]()
 
     assert events == [(".", False), ("new", False), ("new/folder/a.partial", False), ("new/folder", True)]
@@ -133,7 +132,7 @@ def test_of_many_who_write_at_once_one_is_last_and_whole(tmp_path: Path) -> None
 
 def test_a_file_that_comes_in_pieces_is_read_whole(tmp_path: Path, monkeypatch) -> None:
     pread = os.pread  # of more than 2 GiB it gives the first 2
-    monkeypatch.setattr("qie.stores.local.os.pread", lambda file, size, start: pread(file, min(size, 7), start))
+    monkeypatch.setattr("qie.stores.disk.os.pread", lambda file, size, start: pread(file, min(size, 7), start))
     folder = open_folder(tmp_path)
     folder.write("a", bytes(range(100)))
 
@@ -184,7 +183,7 @@ def test_pipes_devices_and_links_that_lead_nowhere_are_no_files(tmp_path: Path) 
     folder = open_folder(tmp_path)
 
     assert folder.listing() == {"link": 1, "real": 1} and folder.stamps().keys() == {"link", "real"}
-    assert folder.folders() == [] and place_at(tmp_path).folders() == []
+    assert folder.folders() == []
     for name in ("pipe", "itself"):
         assert folder.size(name) is None
         with pytest.raises(MissingError):

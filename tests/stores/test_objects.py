@@ -11,7 +11,7 @@ import pytest
 
 from qie.errors import QieError, UsageError
 from qie.stores import MissingError, StoreError, open_folder
-from qie.stores.explain import cause, passes
+from qie.stores.object_errors import cause, passes
 from tests.conftest import ROOT
 from tests.s3 import S3
 from tests.stores.servers import failure

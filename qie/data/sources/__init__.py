@@ -5,9 +5,9 @@ from qie.data.sources.folder import CONTROL_FOLDERS, IMAGE_SUFFIXES, TARGET_FOLD
 from qie.data.sources.huggingface import DatasetSource
 from qie.data.sources.jsonl_source import JsonlSource
 from qie.data.sources.kinds import open_source
-from qie.data.sources.mixture import Mixture, Part, SourceSpec
+from qie.data.sources.mixture import Mixture, MixturePart, SourceSpec
 from qie.data.sources.parquet import ParquetSource
-from qie.data.sources.source import Source, part_of
+from qie.data.sources.source import Source, source_name
 from qie.data.sources.tars import TarSource
 
 __all__ = [
@@ -19,11 +19,11 @@ __all__ = [
     "FolderSource",
     "JsonlSource",
     "Mixture",
+    "MixturePart",
     "ParquetSource",
-    "Part",
     "Source",
     "SourceSpec",
     "TarSource",
     "open_source",
-    "part_of",
+    "source_name",
 ]

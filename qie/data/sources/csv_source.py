@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qie.data.sources.cells import Cells
-from qie.data.sources.columns import Roles, checked_roles
-from qie.data.sources.files import File, source_size
+from qie.data.sources.cells import Cells, Roles, checked_roles
 from qie.data.sources.lines import Lines, TextRows, wide_fields
-from qie.data.sources.places import Place
+from qie.data.sources.resolve import source_size
 from qie.errors import RowError, SourceError
+from qie.stores import File
 from qie.types import Row
 
 
@@ -28,7 +27,7 @@ class CsvSource:
     roles: Roles
 
     @classmethod
-    def open(cls, place: Place, file: File) -> CsvSource:
+    def open(cls, file: File) -> CsvSource:
         """Note where the rows start.
 
         Raises:
@@ -38,10 +37,10 @@ class CsvSource:
         size = source_size(file)
         starts, lines, hashes = array("q"), array("q"), array("q")
         with wide_fields(), file.open() as stream:
-            text = Lines(stream, file.where)
+            text = Lines(stream, file)
             records = _records(text, file)
             header = _header(next(records, None), file)
-            roles = checked_roles(header, file.where, _divided_otherwise(header))
+            roles = checked_roles(header, file, _divided_otherwise(header))
             name = header.index(roles.name) if roles.name else len(header)
             for start, line, cells in records:
                 starts.append(start)
@@ -50,8 +49,8 @@ class CsvSource:
                 hashes.append(hash(cells[name]) if isinstance(cells, list) and named else len(hashes))
             starts.append(text.offset)
         if not lines:
-            raise SourceError("the CSV holds no rows", where=file.where, found="a header alone")
-        rows = TextRows(file, place, size, np.array(starts), np.array(lines))
+            raise SourceError("the CSV holds no rows", where=file, found="a header alone")
+        rows = TextRows(file, size, np.array(starts), np.array(lines))
         source = cls(rows, header, roles)
         if roles.name:
             rows.check_names(hashes, source.name)
@@ -89,7 +88,7 @@ class CsvSource:
                 found=f"{len(cells)} cells",
                 hint="quote cells that hold commas or newlines",
             )
-        return Cells(dict(zip(self.header, cells, strict=True)), self.roles, where, self.rows.place)
+        return Cells(dict(zip(self.header, cells, strict=True)), self.roles, where, (self.rows.file.folder,))
 
 
 def _records(lines: Lines, file: File) -> Iterator[tuple[int, int, list[str] | csv.Error]]:
@@ -110,7 +109,7 @@ def _records(lines: Lines, file: File) -> Iterator[tuple[int, int, list[str] | c
             if lines.number > line:
                 raise SourceError(
                     "a quote is not closed where it should be",
-                    where=f"{file.where}, line {line}",
+                    where=f"{file}, line {line}",
                     found=str(error),
                     hint='a quote inside of a quoted cell is written twice: ""',
                 ) from error
@@ -122,11 +121,11 @@ def _records(lines: Lines, file: File) -> Iterator[tuple[int, int, list[str] | c
 def _header(record: tuple[int, int, list[str] | csv.Error] | None, file: File) -> tuple[str, ...]:
     if record is None or isinstance(record[2], csv.Error):
         found = "nothing" if record is None else str(record[2])
-        raise SourceError("the CSV has no header", where=file.where, expected="a line of column names", found=found)
+        raise SourceError("the CSV has no header", where=file, expected="a line of column names", found=found)
     header = tuple(cell.strip() for cell in record[2])
     twice = sorted({name for name in header if name and header.count(name) > 1})
     if twice:
-        raise SourceError("two columns have the same name", where=file.where, found=", ".join(twice))
+        raise SourceError("two columns have the same name", where=file, found=", ".join(twice))
     return header
 
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from qie.data.sources.files import MAX_TEXT_BYTES, File, readable, row_bytes
-from qie.data.sources.places import Place
+from qie.data.sources.resolve import MAX_TEXT_BYTES, readable, row_bytes
 from qie.errors import RowError, SourceError
 from qie.recipe import normal_prompt
+from qie.stores import File, Folder
 from qie.types import Row
 
 TARGET_FOLDERS = ("training_images", "images", "target_images")
@@ -26,16 +26,16 @@ _PROMPT = re.compile(r"(.*)_prompt_\d+")
 class Side:
     """One of the two folders: its images' endings by stem, and the stems of its texts."""
 
-    place: Place
+    folder: Folder
     endings: dict[str, str]
     texts: frozenset[str]
 
     @classmethod
-    def list(cls, place: Place) -> Side:
+    def list(cls, folder: Folder) -> Side:
         """List a folder. Raises SourceError for two images of one stem: which of them is meant cannot be known."""
         endings: dict[str, str] = {}
         texts = []
-        for name in place.names():
+        for name in folder.names():
             stem, ending = os.path.splitext(name)  # noqa: PTH122 - a million Path objects take long
             if ending == ".txt":
                 texts.append(stem)
@@ -44,18 +44,18 @@ class Side:
             if stem in endings:
                 raise SourceError(
                     "two images have the same name",
-                    where=place.file(name).where,
+                    where=File(folder, name),
                     found=stem + endings[stem],
                     hint="rename or delete one",
                 )
             endings[stem] = ending
-        return cls(place, endings, frozenset(texts))
+        return cls(folder, endings, frozenset(texts))
 
     def image(self, stem: str) -> File | None:
-        return self.place.file(stem + self.endings[stem]) if stem in self.endings else None
+        return File(self.folder, stem + self.endings[stem]) if stem in self.endings else None
 
     def text(self, stem: str) -> File | None:
-        return self.place.file(f"{stem}.txt") if stem in self.texts else None
+        return File(self.folder, f"{stem}.txt") if stem in self.texts else None
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class FolderSource:
     more_prompts: dict[str, tuple[str, ...]]
 
     @classmethod
-    def open(cls, place: Place) -> FolderSource:
+    def open(cls, folder: Folder) -> FolderSource:
         """List the folder. Raises SourceError when its layout is another one, or it holds no target."""
-        targets, controls = (Side.list(_first_folder(place, names)) for names in (TARGET_FOLDERS, CONTROL_FOLDERS))
+        targets, controls = (Side.list(_first_folder(folder, names)) for names in (TARGET_FOLDERS, CONTROL_FOLDERS))
         stems = tuple(sorted(stem for stem in targets.endings if not _stands_beside(stem, targets.endings)))
         if not stems:
             raise SourceError(
                 "the source holds no target images",
-                where=targets.place.where,
+                where=targets.folder,
                 expected=f"files ending in {', '.join(IMAGE_SUFFIXES)}",
             )
         # `x_prompt_1.txt` beside an image of that name is that row's prompt, not another one of `x`.
@@ -103,10 +103,10 @@ class FolderSource:
         target, control = self.targets.image(stem), self.controls.image(stem)
         assert target is not None
         if control is None:
-            expected = f"{self.controls.place.file(stem).where}.png (or another image ending)"
+            expected = f"{File(self.controls.folder, stem)}.png (or another image ending)"
             raise RowError("no control image", where=stem, expected=expected)
         if self._text(stem) is None:
-            raise RowError("no prompt", where=stem, expected=f"{self.targets.place.file(stem).where}.txt")
+            raise RowError("no prompt", where=stem, expected=f"{File(self.targets.folder, stem)}.txt")
         mask = self.targets.image(f"{stem}_mask") or self.controls.image(f"{stem}_mask")
         controls = [control, *(self.controls.image(name) for name in self._more(self.more_controls, stem, "control"))]
         prompts = [self._text(name) for name in (stem, *self._more(self.more_prompts, stem, "prompt"))]
@@ -149,15 +149,15 @@ def _further(pattern: re.Pattern[str], names: Iterable[str]) -> dict[str, tuple[
     return {stem: tuple(sorted(several)) for stem, several in found.items()}
 
 
-def _first_folder(place: Place, names: tuple[str, ...]) -> Place:
-    folders = place.folders()
+def _first_folder(root: Folder, names: tuple[str, ...]) -> Folder:
+    folders = root.folders()
     for name in names:
         if name in folders:
-            return place.child(name)
-    found = [name + "/" * (name in folders) for name in place.names()]
+            return root.child(name)
+    found = [name + "/" * (name in folders) for name in root.names()]
     raise SourceError(
         "the source has another layout",
-        where=place.where,
+        where=root,
         expected=f"a folder {' or '.join(f'{name}/' for name in names)}",
         found=", ".join(found[:8]) or "an empty folder",
         hint="for a table of rows, name the .csv, .jsonl, .parquet or .tar itself",
@@ -168,6 +168,4 @@ def _decoded(file: File) -> str:
     try:
         return normal_prompt(row_bytes(file, MAX_TEXT_BYTES).decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise RowError(
-            "the prompt is not UTF-8", where=file.where, found=f"byte {error.object[error.start]:#x}"
-        ) from error
+        raise RowError("the prompt is not UTF-8", where=file, found=f"byte {error.object[error.start]:#x}") from error

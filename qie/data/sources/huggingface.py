@@ -15,13 +15,12 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from qie.data.sources.cells import Cells
-from qie.data.sources.columns import Roles, checked_roles
-from qie.data.sources.extras import library
-from qie.data.sources.files import readable
+from qie.data.sources.cells import Cells, Roles, checked_roles
 from qie.data.sources.lines import equal_pairs
-from qie.data.sources.places import LocalPlace
+from qie.data.sources.resolve import readable
+from qie.data.sources.source import library
 from qie.errors import SourceError
+from qie.stores import LocalFolder
 from qie.types import Row
 
 _HUB = re.compile(
@@ -36,14 +35,14 @@ class DatasetSource:
     Attributes:
         where: hub name or folder.
         label: what its rows are called when they have no names: label[0], label[1] …
-        place: the folder in which paths are, for rows that hold paths instead of images.
+        roots: the folders of images, for rows that hold paths instead; see `Cells`.
         roles: which column says what.
         dataset: the dataset, giving Arrow tables.
     """
 
     where: str
     label: str
-    place: LocalPlace
+    roots: tuple[LocalFolder, ...]
     roles: Roles
     dataset: Any = field(compare=False, repr=False)
 
@@ -87,7 +86,7 @@ class DatasetSource:
         options = "&".join(f"{key}={value}" for key, value in query.items())
         pinned = f"hf://datasets/{repo}@{builder.hash or revision or 'main'}?{options}"
         # What a dataset of image files was downloaded to: its rows are paths there.
-        cache = LocalPlace(Path(datasets.config.HF_DATASETS_CACHE), (Path(HF_HUB_CACHE),))
+        cache = (LocalFolder(Path(datasets.config.HF_DATASETS_CACHE)), LocalFolder(Path(HF_HUB_CACHE)))
         return cls._of(dataset, pinned.rstrip("?"), repo.partition("/")[2], cache)
 
     @classmethod
@@ -109,14 +108,14 @@ class DatasetSource:
             dataset = datasets.load_from_disk(str(folder))
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise SourceError("the dataset cannot be opened", where=folder, found=str(error)) from error
-        return cls._of(dataset, str(folder), folder.name, LocalPlace(folder))
+        return cls._of(dataset, str(folder), folder.name, (LocalFolder(folder),))
 
     @classmethod
-    def _of(cls, dataset: Any, where: str, label: str, place: LocalPlace) -> DatasetSource:
+    def _of(cls, dataset: Any, where: str, label: str, roots: tuple[LocalFolder, ...]) -> DatasetSource:
         roles = checked_roles(dataset.column_names, where)
         if not len(dataset):
             raise SourceError("the dataset holds no rows", where=where)
-        source = cls(where, label, place, roles, dataset.select_columns(roles.used()).with_format("arrow"))
+        source = cls(where, label, roots, roles, dataset.select_columns(roles.used()).with_format("arrow"))
         if roles.name:
             source._check_names()
         return source
@@ -132,12 +131,12 @@ class DatasetSource:
         if self.roles.name is None:
             return label
         values = self.dataset.select_columns([self.roles.name])[range(len(self))[index]].to_pylist()[0]
-        return Cells(values, self.roles, "", self.place).name(label)
+        return Cells(values, self.roles, "", self.roots).name(label)
 
     def read(self, index: int) -> Row:
         index = range(len(self))[index]
         values = self.dataset[index].to_pylist()[0]
-        cells = Cells(values, self.roles, f"{self.where}, row {index}", self.place)
+        cells = Cells(values, self.roles, f"{self.where}, row {index}", self.roots)
         return cells.row(index, cells.name(self._label(index)))
 
     def _label(self, index: int) -> str:

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from qie.data.sources.cells import Cells
-from qie.data.sources.columns import checked_roles, roles_of
-from qie.data.sources.files import File, source_size
+from qie.data.sources.cells import Cells, checked_roles, roles_of
 from qie.data.sources.lines import TextRows, line_starts
-from qie.data.sources.places import Place
+from qie.data.sources.resolve import source_size
 from qie.errors import RowError, SourceError
+from qie.stores import File
 from qie.types import Row
 
 _LOOKED_AT = 100  # lines whose keys are looked at when a file is opened
@@ -27,7 +26,7 @@ class JsonlSource:
     named: bool
 
     @classmethod
-    def open(cls, place: Place, file: File) -> JsonlSource:
+    def open(cls, file: File) -> JsonlSource:
         """Note where the lines start, and look at the keys of the first ones.
 
         Raises:
@@ -37,12 +36,10 @@ class JsonlSource:
         with file.open() as stream:
             starts, lines = line_starts(stream)
         if not len(lines):
-            raise SourceError(
-                "the JSONL holds no rows", where=file.where, found="nothing" if size == 0 else "blank lines"
-            )
-        rows = TextRows(file, place, size, starts, lines)
+            raise SourceError("the JSONL holds no rows", where=file, found="nothing" if size == 0 else "blank lines")
+        rows = TextRows(file, size, starts, lines)
         source = cls(rows, named=False)
-        if checked_roles(source._first_keys(), file.where).name:
+        if checked_roles(source._first_keys(), file).name:
             source = cls(rows, named=True)
             rows.check_names(array("q", source._hashes()), source.name)
         return source
@@ -64,7 +61,7 @@ class JsonlSource:
         where = self.rows.where(index)
         values = _parsed(self.rows.content(index), where)
         try:
-            return Cells(values, roles_of(tuple(values)), where, self.rows.place)
+            return Cells(values, roles_of(tuple(values)), where, (self.rows.file.folder,))
         except ValueError as error:
             raise RowError("two keys have the same name", where=where, found=str(error)) from error
 

@@ -11,12 +11,21 @@ from qie.data.sources.huggingface import DatasetSource, is_saved_dataset
 from qie.data.sources.jsonl_source import JsonlSource
 from qie.data.sources.mixture import Mixture, SourceSpec
 from qie.data.sources.parquet import ParquetSource
-from qie.data.sources.places import REMOTE_SCHEMES, LocalPlace, Place, file_at, files_at, place_at
 from qie.data.sources.source import Source
 from qie.data.sources.tars import TarSource
 from qie.errors import SourceError
 from qie.paths import local_path
-from qie.stores import scheme_of
+from qie.stores import (
+    REMOTE_SCHEMES,
+    File,
+    Folder,
+    LocalFolder,
+    matching_files,
+    open_folder,
+    scheme_of,
+    spelled_out,
+    unreadable,
+)
 
 KINDS = "a folder, .csv, .jsonl, .ndjson, .parquet, .tar, or hf://datasets/owner/name"
 
@@ -46,39 +55,50 @@ def _open(place: str | Path) -> Source:
     text = str(place)
     scheme = scheme_of(text)
     if scheme is not None and scheme not in REMOTE_SCHEMES:
-        why = "because they run a shell command" if scheme == "pipe" else "by qie"
-        raise SourceError(f"{scheme}: URLs are not read {why}", where=place, expected=KINDS)
+        raise SourceError(unreadable(scheme), where=place, expected=KINDS)
     if DatasetSource.is_hub_name(text):
         return DatasetSource.from_hub(text)
     if scheme is None and local_path(text).is_dir():
-        return _open_folder(LocalPlace(local_path(text)))
+        return _open_folder(LocalFolder(local_path(text)))
     kind = next((kind for kind in (".csv", ".jsonl", ".ndjson", ".parquet", ".tar") if text.lower().endswith(kind)), "")
     if kind == ".csv":
-        return CsvSource.open(*file_at(text))
+        return CsvSource.open(File.at(text))
     if kind in (".jsonl", ".ndjson"):
-        return JsonlSource.open(*file_at(text))
+        return JsonlSource.open(File.at(text))
     if kind == ".parquet":
-        return ParquetSource.open(files_at(text, kind))
+        return ParquetSource.open(_files(text, kind))
     if kind == ".tar":
-        return TarSource.open([file for _, file in files_at(text, kind)])
+        return TarSource.open(_files(text, kind))
     if scheme is None:
         raise _no_source(text)
-    return _open_folder(place_at(text))
+    return _open_folder(open_folder(text))
 
 
-def _open_folder(place: Place) -> Source:
+def _files(place: str, ending: str) -> list[File]:
+    """The files of a pattern, each once. Raises SourceError when a name that its braces spell out stands for none."""
+    found: dict[str, File] = {}
+    for name in spelled_out(place):
+        files = matching_files(name, ending)
+        if not files:
+            raise SourceError(
+                "no file of the source is there", where=name, expected=f"files ending in {ending}", found="nothing"
+            )
+        found.update((str(file), file) for file in files)
+    return list(found.values())
+
+
+def _open_folder(folder: Folder) -> Source:
     """Folders of images come first: what else lies beside them does not make them something else."""
-    names = place.names()
-    files = [name for name in names if not name.startswith(".")]
-    if any(name in files for name in TARGET_FOLDERS):
-        return FolderSource.open(place)
-    if isinstance(place, LocalPlace) and is_saved_dataset(files):
-        return DatasetSource.from_disk(place.path)
-    if parquet := [name for name in files if name.endswith(".parquet")]:
-        return ParquetSource.open([(place, place.file(name)) for name in parquet])
-    if tars := [name for name in files if name.endswith(".tar")]:
-        return TarSource.open([place.file(name) for name in tars])
-    return FolderSource.open(place)
+    names = [name for name in folder.names() if not name.startswith(".")]
+    if any(name in names for name in TARGET_FOLDERS):
+        return FolderSource.open(folder)
+    if isinstance(folder, LocalFolder) and is_saved_dataset(names):
+        return DatasetSource.from_disk(folder.root)
+    if parquet := [name for name in names if name.endswith(".parquet")]:
+        return ParquetSource.open([File(folder, name) for name in parquet])
+    if tars := [name for name in names if name.endswith(".tar")]:
+        return TarSource.open([File(folder, name) for name in tars])
+    return FolderSource.open(folder)
 
 
 def _no_source(place: str) -> SourceError:

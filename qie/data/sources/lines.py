@@ -13,9 +13,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from qie.data.sources.files import File, readable
-from qie.data.sources.places import Place
+from qie.data.sources.resolve import readable, source_bytes
 from qie.errors import RowError, SourceError
+from qie.stores import File
 
 BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 256 * 2**20
@@ -28,15 +28,13 @@ class TextRows:
     """Where the rows of a text file are.
 
     Attributes:
-        file: the file.
-        place: the folder it lies in, in which its paths are.
+        file: the file; its paths are relative to its folder.
         size: bytes of the file when it was opened.
         starts: [rows + 1] offset of each row, and of the end.
         lines: [rows] the line on which each row starts, from 1.
     """
 
     file: File
-    place: Place
     size: int
     starts: NDArray[np.int64] = field(compare=False, repr=False)
     lines: NDArray[np.int64] = field(compare=False, repr=False)
@@ -52,10 +50,10 @@ class TextRows:
             raise RowError(
                 "a row is too long", where=self.where(index), expected=f"≤ {MAX_LINE_BYTES} bytes", found=stop - start
             )
-        return self.file.read_range(start, stop, self.size)
+        return source_bytes(self.file, start, stop, self.size)
 
     def where(self, index: int) -> str:
-        return f"{self.file.where}, line {self.lines[index]}"
+        return f"{self.file}, line {self.lines[index]}"
 
     def label(self, index: int) -> str:
         return f"{readable(self.file.name)}:{self.lines[index]}"
@@ -71,7 +69,7 @@ class TextRows:
             if name(first) == name(second):
                 raise SourceError(
                     "two rows have the same name",
-                    where=self.file.where,
+                    where=self.file,
                     found=f"{name(first)!r} on lines {self.lines[first]} and {self.lines[second]}",
                     hint="give each row a name of its own, or call the column something else",
                 )

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qie.data.sources.files import readable
+from qie.data.sources.resolve import readable
 from qie.errors import SourceError
 from qie.types import Row
 
@@ -67,7 +67,7 @@ class SourceSpec:
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """A source in a mixture, its name there, and its weight."""
 
     name: str
@@ -79,13 +79,13 @@ class Part:
 class Mixture:
     """The rows of several sources, one source after the other. Indices count through all of them."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MixturePart, ...]
     stops: tuple[int, ...]
 
     @classmethod
     def of(cls, sources: Sequence[tuple[SourceSpec, Source]]) -> Mixture:
         """A mixture of opened sources. Raises SourceError when there are none, or two have one name."""
-        parts = tuple(Part(spec.title, spec.weight, source) for spec, source in sources)
+        parts = tuple(MixturePart(spec.title, spec.weight, source) for spec, source in sources)
         if not parts:
             raise SourceError("a mixture of no sources")
         names = [part.name for part in parts]
@@ -113,7 +113,7 @@ class Mixture:
         part, within = self._find(index)
         return replace(part.source.read(within), index=range(len(self))[index], source=part.name)
 
-    def _find(self, index: int) -> tuple[Part, int]:
+    def _find(self, index: int) -> tuple[MixturePart, int]:
         index = range(len(self))[index]
         number = bisect_right(self.stops, index)
         return self.parts[number], index - (self.stops[number] - len(self.parts[number].source))

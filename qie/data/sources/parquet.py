@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from qie.data.sources.cells import Cells
-from qie.data.sources.columns import Roles, checked_roles
-from qie.data.sources.extras import library
-from qie.data.sources.files import File, readable, source_size
+from qie.data.sources.cells import Cells, Roles, checked_roles
 from qie.data.sources.lines import equal_pairs
-from qie.data.sources.places import Place
+from qie.data.sources.resolve import readable, source_size
+from qie.data.sources.source import library
 from qie.errors import RowError, SourceError
+from qie.stores import File
 from qie.types import Row
 
 CACHED_GROUPS = 2
@@ -29,8 +28,7 @@ class ParquetFile:
     """One file.
 
     Attributes:
-        file: the file.
-        place: the folder it lies in, in which its paths are.
+        file: the file; its paths are relative to its folder.
         size: its bytes when it was opened.
         start: the index of its first row in the source.
         starts: the index of each row group's first row in the file, and the number of rows.
@@ -38,7 +36,6 @@ class ParquetFile:
     """
 
     file: File
-    place: Place
     size: int
     start: int
     starts: tuple[int, ...]
@@ -62,7 +59,7 @@ class ParquetSource:
     groups: Groups = field(default_factory=lambda: Groups(), compare=False, repr=False)
 
     @classmethod
-    def open(cls, files: Sequence[tuple[Place, File]]) -> ParquetSource:
+    def open(cls, files: Sequence[File]) -> ParquetSource:
         """Read the files' footers, and the rows' names if they have any.
 
         Raises:
@@ -72,22 +69,20 @@ class ParquetSource:
         opened: list[ParquetFile] = []
         columns: list[str] = []
         roles: Roles | None = None
-        for place, file in files:
+        for file in files:
             with _opened(file) as parquet:
                 found = parquet.schema_arrow.names
                 columns = columns or found
                 if found != columns:
-                    raise SourceError(
-                        "parquet files have other columns", where=file.where, expected=columns, found=found
-                    )
-                roles = roles or checked_roles(columns, file.where)
+                    raise SourceError("parquet files have other columns", where=file, expected=columns, found=found)
+                roles = roles or checked_roles(columns, file)
                 counts = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
                 start = opened[-1].start + opened[-1].starts[-1] if opened else 0
                 starts = tuple(np.cumsum([0, *counts]).tolist())
                 names = _names(parquet, roles.name, file) if roles.name else None
-                opened.append(ParquetFile(file, place, source_size(file), start, starts, names))
+                opened.append(ParquetFile(file, source_size(file), start, starts, names))
         if roles is None or not opened[-1].start + opened[-1].starts[-1]:
-            raise SourceError("the parquet holds no rows", where=files[0][1].where if files else None)
+            raise SourceError("the parquet holds no rows", where=files[0] if files else None)
         source = cls(tuple(opened), roles)
         if roles.name:
             source._check_names()
@@ -110,11 +105,11 @@ class ParquetSource:
 
     def _cells(self, index: int) -> Cells:
         file, row = self._find(index)
-        where = f"{file.file.where}, row {row}"
+        where = f"{file.file}, row {row}"
         group = bisect_right(file.starts, row) - 1
         table = self.groups.read(file, group, self.roles.used(), where)
         values = table.slice(row - file.starts[group], 1).to_pylist()[0]
-        return Cells(values, self.roles, where, file.place)
+        return Cells(values, self.roles, where, (file.file.folder,))
 
     def _check_names(self) -> None:
         hashes = (hash(str(name)) for file in self.files for name in file.names.to_pylist())
@@ -122,7 +117,7 @@ class ParquetSource:
             if (name := self.name(first)) == self.name(second):
                 raise SourceError(
                     "two rows have the same name",
-                    where=self.files[0].file.where,
+                    where=self.files[0].file,
                     found=f"{name!r} in rows {first} and {second}",
                     hint="give each row a name of its own, or call the column something else",
                 )
@@ -151,7 +146,7 @@ class Groups:
                 while len(self._tables) >= CACHED_GROUPS:  # before reading: there are never more in memory
                     self._tables.popitem(last=False)
                 if source_size(file.file) != file.size:
-                    raise SourceError("the source changed since it was opened", where=file.file.where, hint="run again")
+                    raise SourceError("the source changed since it was opened", where=file.file, hint="run again")
                 try:
                     with _opened(file.file) as parquet:
                         self._tables[key] = parquet.read_row_group(group, columns=columns)
@@ -170,7 +165,7 @@ def _opened(file: File) -> Iterator[Any]:
         try:
             parquet = reader.ParquetFile(stream)
         except (OSError, library("pyarrow").ArrowException) as error:
-            raise SourceError("the file is no parquet", where=file.where, found=str(error)) from error
+            raise SourceError("the file is no parquet", where=file, found=str(error)) from error
         yield parquet
 
 
@@ -178,4 +173,4 @@ def _names(parquet: Any, column: str, file: File) -> Any:
     try:
         return parquet.read(columns=[column])[column]
     except (OSError, library("pyarrow").ArrowException) as error:
-        raise SourceError("the parquet is damaged", where=file.where, found=str(error)) from error
+        raise SourceError("the parquet is damaged", where=file, found=str(error)) from error

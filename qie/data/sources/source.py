@@ -1,10 +1,12 @@
-"""What a source is."""
+"""What a source is, and the libraries that only some sources need."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+from qie.errors import SourceError
 from qie.types import Row
 
 
@@ -12,7 +14,7 @@ class Source(Protocol):
     """Rows by index. The order is fixed: the same source opened anywhere gives the same row for an index.
 
     Opening reads no image. Sources can be sent to other processes and read by many threads at once. A mixture also has
-    `part`, see `part_of`.
+    `part`, see `source_name`.
     """
 
     def __len__(self) -> int: ...
@@ -30,7 +32,19 @@ class Source(Protocol):
         """
 
 
-def part_of(source: Source, index: int) -> str:
+def source_name(source: Source, index: int) -> str:
     """The name of the row's source in a mixture; "" for a source alone."""
     part: Callable[[int], str] | None = getattr(source, "part", None)
     return part(index) if part else ""
+
+
+def library(name: str) -> Any:
+    """`datasets` or a module of pyarrow. Raises SourceError with what to install."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise SourceError(
+            f"this source needs {name.partition('.')[0]}, which cannot be imported",
+            found=str(error),
+            hint='pip install "qie[datasets]"',
+        ) from error

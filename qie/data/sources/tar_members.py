@@ -20,7 +20,7 @@ _WITHOUT_CONTENT = tuple(b"%d" % kind for kind in range(1, 7))  # links, devices
 _MAX_EXTENSION_BYTES = 2**20
 
 
-class Member(NamedTuple):
+class TarMember(NamedTuple):
     """A regular file in a tar, and where its bytes are."""
 
     name: str
@@ -34,7 +34,7 @@ class _Header(NamedTuple):
     size: int
 
 
-def iter_members(stream: BinaryIO, size: int, where: object) -> Iterator[Member]:
+def iter_members(stream: BinaryIO, size: int, where: object) -> Iterator[TarMember]:
     """The regular files of a tar of `size` bytes, in order. Links, folders and devices are passed over.
 
     Raises:
@@ -61,7 +61,7 @@ def iter_members(stream: BinaryIO, size: int, where: object) -> Iterator[Member]
                 name, long_size = _pax(content, name, offset, where)
             continue
         if header.kind in _FILES and not (name or header.name).endswith(b"/"):
-            yield Member((name or header.name).decode("utf-8", "surrogateescape"), offset, file_bytes)
+            yield TarMember((name or header.name).decode("utf-8", "surrogateescape"), offset, file_bytes)
         elif header.kind == b"S":
             raise SourceError(
                 "a file of the tar is sparse", where=f"{where}, byte {offset - BLOCK}", hint="pack it without -S"

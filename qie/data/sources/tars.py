@@ -18,17 +18,16 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from qie.data.sources.cells import Cells
-from qie.data.sources.columns import NAME, PROMPT, PROMPT_LIST, checked_roles, roles_of
-from qie.data.sources.files import MAX_TEXT_BYTES, File, LocalFile, readable, source_size
+from qie.data.sources.cells import NAME, PROMPT, PROMPT_LIST, Cells, checked_roles, roles_of
 from qie.data.sources.folder import IMAGE_SUFFIXES
 from qie.data.sources.lines import equal_pairs
+from qie.data.sources.resolve import MAX_TEXT_BYTES, readable, source_bytes, source_size
 from qie.data.sources.tar_members import iter_members
 from qie.errors import RowError, SourceError
-from qie.stores import WHOLE_BYTES, TooLargeError, require_whole
+from qie.stores import WHOLE_BYTES, File, TooLargeError, require_whole
 from qie.types import Row
 
-REMOTE_BUFFER_BYTES = 256 * 2**10
+HEADER_BUFFER_BYTES = 256 * 2**10
 PARALLEL_TARS = 16
 
 # webdataset.tariterators.base_plus_ext, and the members that its tar_file_iterator passes over. Hidden files are passed
@@ -41,7 +40,7 @@ _JSON = "json"
 
 
 @dataclass(frozen=True)
-class Tar:
+class TarRows:
     """Where the rows of a tar are.
 
     Attributes:
@@ -63,14 +62,14 @@ class Tar:
     key_stops: NDArray[np.int64] = field(compare=False, repr=False)
 
     @classmethod
-    def open(cls, file: File) -> Tar:
+    def open(cls, file: File) -> TarRows:
         """Read the headers. Raises SourceError when it is not there, cut, or holds a member or a row twice."""
         size = source_size(file)
         endings: dict[str, int] = {}
         members, stops, key_stops, hashes, keys = array("q"), array("q"), array("q"), array("q"), bytearray()
         current, seen = None, set[str]()
-        with file.open(REMOTE_BUFFER_BYTES) as stream:
-            for name, offset, file_bytes in iter_members(stream, size, file.where):
+        with file.open(HEADER_BUFFER_BYTES) as stream:
+            for name, offset, file_bytes in iter_members(stream, size, file):
                 match = _MEMBER.fullmatch(name)
                 if match is None or _META.match(name) or match[1].endswith("/"):
                     continue
@@ -84,7 +83,7 @@ class Tar:
                     key_stops.append(len(keys))
                     hashes.append(hash(key))
                 if ending in seen:
-                    raise SourceError("the tar holds a file twice", where=f"{file.where}, byte {offset}", found=name)
+                    raise SourceError("the tar holds a file twice", where=f"{file}, byte {offset}", found=name)
                 seen.add(ending)
                 members.extend((offset, file_bytes, endings.setdefault(ending, len(endings))))
         if current is not None:
@@ -106,7 +105,7 @@ class Tar:
             if self.key(first) == self.key(second):
                 raise SourceError(
                     "two rows have the same name",
-                    where=f"{self.file.where}, byte {self.members[self.stops[second - 1], 0]}",
+                    where=f"{self.file}, byte {self.members[self.stops[second - 1], 0]}",
                     found=f"{readable(self.key(second))}, with other rows between its files",
                     hint="give each row a key of its own; pack the files of a row together, as with tar --sort=name",
                 )
@@ -129,7 +128,7 @@ class TarSource:
     mask.png                            the mask
     """
 
-    tars: tuple[Tar, ...]
+    tars: tuple[TarRows, ...]
     starts: tuple[int, ...]
     rows: int
 
@@ -141,19 +140,19 @@ class TarSource:
             SourceError: a tar is not there, cut or damaged, there are no rows, or no member holds a target, control or
                 prompt.
         """
-        threads = 1 if all(isinstance(file, LocalFile) for file in files) else PARALLEL_TARS
+        threads = 1 if all(file.path for file in files) else PARALLEL_TARS
         with ThreadPoolExecutor(threads) as pool:
-            tars = tuple(pool.map(Tar.open, files))
+            tars = tuple(pool.map(TarRows.open, files))
         stops = np.cumsum([len(tar) for tar in tars]).tolist()
         if not stops or not stops[-1]:
             raise SourceError(
                 "the tar holds no rows",
-                where=files[0].where if files else None,
+                where=files[0] if files else None,
                 expected="members such as 000.target.png",
             )
         endings = sorted({ending for tar in tars for ending in tar.endings})
         columns = dict.fromkeys(column for ending in endings if (column := _column(ending)))
-        checked_roles([*columns, *(PROMPT[:1] if _JSON in endings else ())], files[0].where, _present(endings))
+        checked_roles([*columns, *(PROMPT[:1] if _JSON in endings else ())], files[0], _present(endings))
         return cls(tars, (0, *stops[:-1]), stops[-1])
 
     def __len__(self) -> int:
@@ -167,15 +166,15 @@ class TarSource:
         tar, row = self._find(index)
         return _cells(tar, row).row(range(self.rows)[index], self.name(index))
 
-    def _find(self, index: int) -> tuple[Tar, int]:
+    def _find(self, index: int) -> tuple[TarRows, int]:
         index = range(self.rows)[index]
         number = bisect_right(self.starts, index) - 1
         return self.tars[number], index - self.starts[number]
 
 
-def _cells(tar: Tar, row: int) -> Cells:
+def _cells(tar: TarRows, row: int) -> Cells:
     """What a row's members say. Raises RowError for two that say the same, or a text that is none."""
-    where = f"{tar.file.where}, {tar.key(row)}"
+    where = f"{tar.file}, {tar.key(row)}"
     members = tar.row(row)
     endings: dict[str, str] = {}
     for ending in members:
@@ -191,13 +190,13 @@ def _cells(tar: Tar, row: int) -> Cells:
     return Cells(values, roles_of(tuple(values)), where)
 
 
-def _member(tar: Tar, place: tuple[int, int], most: int, where: str) -> bytes:
+def _member(tar: TarRows, place: tuple[int, int], most: int, where: str) -> bytes:
     offset, size = place
     try:
         require_whole(size, where, most)
     except TooLargeError as error:
         raise RowError(error.what, where=where, expected=error.expected, found=error.found) from error
-    return tar.file.read_range(offset, offset + size, tar.size)
+    return source_bytes(tar.file, offset, offset + size, tar.size)
 
 
 def _prompts(text: str, where: str) -> dict[str, object]:

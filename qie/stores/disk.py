@@ -18,11 +18,25 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qie.paths import open_own
-from qie.stores.errors import MissingError, StoreError, require_whole
-from qie.stores.names import checked, checked_range
+from qie.stores.contract import (
+    WHOLE_BYTES,
+    ChangedError,
+    MissingError,
+    RefusedError,
+    StoreError,
+    checked,
+    checked_range,
+    require_whole,
+)
 
 PARTIAL = ".partial"
 
+MACHINE_ERRORS = {
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN,
+}  # fmt: skip
+"""Errors for which the machine or its file server is at fault, not the file: other files fail with them, too."""
+
+_NUL = "\0"
 _COPY_BYTES = 4 * 2**20
 _NOWHERE = (errno.ELOOP, errno.ENOTDIR)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -42,47 +56,60 @@ class LocalFolder:
         return self.url
 
     def path(self, name: str) -> Path:
-        return self.root / checked(name)
+        return self.root / checked(name, forbidden=_NUL)  # a backslash is a character like others here
 
     def child(self, name: str) -> LocalFolder:
         return LocalFolder(self.path(name))
 
+    def names(self) -> list[str]:
+        with _explained("a folder cannot be listed", self.root):
+            try:
+                return sorted(os.listdir(self.root))  # noqa: PTH208 - a million Path objects take long
+            except FileNotFoundError:
+                return []
+
     def listing(self) -> dict[str, int]:
         with _explained("a folder cannot be listed", self.root):
-            sizes = {name: _file_size(self.root / name) for name in _entries(self.root) if not name.endswith(PARTIAL)}
-        return {name: size for name, size in sorted(sizes.items()) if size is not None}
+            return {name: facts.st_size for name, facts in _files(self.root)}
 
     def stamps(self) -> dict[str, str]:
         with _explained("a folder cannot be listed", self.root):
-            facts = {name: _facts(self.root / name) for name in _entries(self.root) if not name.endswith(PARTIAL)}
-        return {
-            name: f"{found.st_size} {found.st_mtime_ns}"
-            for name, found in facts.items()
-            if found and stat.S_ISREG(found.st_mode)
-        }
+            return {name: f"{facts.st_size} {facts.st_mtime_ns}" for name, facts in _files(self.root)}
 
     def folders(self) -> list[str]:
         with _explained("a folder cannot be listed", self.root):
-            return sorted(name for name in _entries(self.root) if (self.root / name).is_dir())
+            return sorted(entry.name for entry in _entries(self.root) if os.path.isdir(entry))  # noqa: PTH112 - no link fails here
 
     def size(self, name: str) -> int | None:
         path = self.path(name)
         with _explained("a file cannot be looked at", path):
-            return _file_size(path)
+            facts = _facts(path)
+        return facts.st_size if facts and stat.S_ISREG(facts.st_mode) else None
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, most: int = WHOLE_BYTES, size: int | None = None
+    ) -> bytes:
         checked_range(name, start, stop)
-        path = self.path(name)
-        with _explained("a file cannot be read", path):
-            if _file_size(path) is None:  # asked first: to open a pipe would wait for its writer
-                raise MissingError("there is no such file", where=path)
-            with path.open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                if start > size or (stop or 0) > size:
-                    raise StoreError("a file is too short", where=path, expected=f"{stop or start} bytes", found=size)
+        # Sources read a few small files for each row: a Path and a context manager take as long as the system does.
+        path = f"{self.root}/{checked(name, forbidden=_NUL)}"
+        try:
+            handle, found = _open_regular(path)
+            try:
+                if size not in (None, found):
+                    raise ChangedError(
+                        "a file changed", where=Path(path), expected=f"{size} bytes", found=f"{found} bytes"
+                    )
+                if start > found or (stop or 0) > found:
+                    raise StoreError(
+                        "a file is too short", where=Path(path), expected=f"{stop or start} bytes", found=found
+                    )
                 if stop is None:
-                    require_whole(size - start, path)
-                return _read_range(file, start, size if stop is None else stop, path)
+                    require_whole(found - start, Path(path), most)
+                return _read_range(handle, start, found if stop is None else stop, path)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise _store_error("a file cannot be read", Path(path), error, RefusedError) from error
 
     def write(self, name: str, content: bytes) -> None:
         path = self.path(name)
@@ -114,35 +141,61 @@ class LocalFolder:
             _sync_directory(path.parent)
 
 
-def _entries(folder: Path) -> list[str]:
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to be read. Raises StoreError, and MissingError when it is none."""
+    with _explained("a file cannot be read", path, RefusedError):
+        handle, _ = _open_regular(path)
+        return os.fdopen(handle, "rb")
+
+
+def _open_regular(path: str | Path) -> tuple[int, int]:
+    """A handle on a file, and its size. Raises MissingError for a folder, a pipe or a device, of which none is read."""
     try:
-        return [entry.name for entry in folder.iterdir()]
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # or a pipe would wait for its writer
+        facts = os.fstat(handle)
+        if stat.S_ISREG(facts.st_mode):
+            return handle, facts.st_size
+        os.close(handle)
+        if stat.S_ISDIR(facts.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        raise FileNotFoundError(errno.ENOENT, "it is no regular file")
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EISDIR, errno.ELOOP):
+            raise
+        raise MissingError("there is no such file", where=Path(path)) from error
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
     except FileNotFoundError:
         return []
 
 
-def _file_size(path: Path) -> int | None:
-    """The size of a regular file; None for anything else, such as a link that leads nowhere, or to itself. A file that
-    vanishes meanwhile is not there."""
-    facts = _facts(path)
-    if facts is None:
-        return None
-    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
+def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """The regular files in a folder, in order, without partial ones."""
+    for entry in sorted(_entries(folder), key=lambda entry: entry.name):
+        if not entry.name.endswith(PARTIAL):
+            facts = _facts(entry)
+            if facts and stat.S_ISREG(facts.st_mode):
+                yield entry.name, facts
 
 
-def _facts(path: Path) -> os.stat_result | None:
+def _facts(file: Path | os.DirEntry[str]) -> os.stat_result | None:
+    """None for what vanished meanwhile, and for a link that leads nowhere, or to itself."""
     try:
-        return path.stat()
+        return file.stat()
     except OSError as error:
-        if error.errno == errno.ENOENT or (error.errno in _NOWHERE and path.is_symlink()):
+        if error.errno == errno.ENOENT or (error.errno in _NOWHERE and file.is_symlink()):
             return None
         raise
 
 
-def _read_range(file: BinaryIO, start: int, stop: int, path: Path) -> bytes:
+def _read_range(handle: int, start: int, stop: int, path: str) -> bytes:
     parts: list[bytes] = []
     while start < stop:  # one call reads at most 2 GiB
-        part = os.pread(file.fileno(), stop - start, start)
+        part = os.pread(handle, stop - start, start)
         if not part:
             raise StoreError("a file became shorter while it was read", where=path, expected=f"{stop} bytes")
         parts.append(part)
@@ -233,12 +286,17 @@ def _sync_directory(folder: Path) -> None:
 
 
 @contextmanager
-def _explained(what: str, path: Path) -> Iterator[None]:
-    """OSErrors as StoreErrors that keep what the system said."""
+def _explained(what: str, path: Path, refusal: type[StoreError] = StoreError) -> Iterator[None]:
+    """OSErrors as StoreErrors that keep what the system said; as a `refusal` where the file itself is at fault."""
     try:
         yield
     except OSError as error:
-        cause = error.strerror or str(error)
-        name = errno.errorcode.get(error.errno or 0)
-        kind = MissingError if isinstance(error, FileNotFoundError) else StoreError
-        raise kind(what, where=path, found=f"{cause} ({name})" if name else cause) from error
+        raise _store_error(what, path, error, refusal) from error
+
+
+def _store_error(what: str, path: Path, error: OSError, refusal: type[StoreError]) -> StoreError:
+    cause = error.strerror or str(error)
+    name = errno.errorcode.get(error.errno or 0)
+    kind = StoreError if error.errno in MACHINE_ERRORS else refusal
+    kind = MissingError if isinstance(error, FileNotFoundError) else kind
+    return kind(what, where=path, found=f"{cause} ({name})" if name else cause)

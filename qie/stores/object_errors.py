@@ -1,11 +1,11 @@
-"""What object stores say when something fails, in one line and without secrets."""
+"""Errors of obstore, explained in one line and without secrets."""
 
 from __future__ import annotations
 
 import re
 
 from qie.errors import QieError
-from qie.stores.errors import StoreError
+from qie.stores.contract import StoreError
 
 MAX_CAUSE = 300
 
@@ -59,7 +59,7 @@ def no_bucket(error: Exception) -> bool:
     return any(words in str(error) for words in _NO_BUCKET)
 
 
-def explained(error: Exception, url: str) -> StoreError:
+def store_error(error: Exception, url: str) -> StoreError:
     """A StoreError of one line for any error of obstore."""
     scheme = url.partition("://")[0].lower()
     if no_bucket(error):

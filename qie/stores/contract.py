@@ -1,0 +1,160 @@
+"""What every folder of a store promises: its methods, the names it takes, and its errors.
+
+QieError
+└── StoreError            a store cannot be reached, refuses, or sends other bytes than asked for
+    ├── MissingError      there is no such file
+    ├── ChangedError      a file has another size than its reader knows
+    ├── RefusedError      the system gives no access to this one file; others may be read
+    ├── TooLargeError     a file is too large to be read whole
+    ├── UnlistedError     a web server does not list its files
+    └── WholeFilesError   a web server sends no part of a file
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from qie.errors import QieError, UsageError
+
+WHOLE_BYTES = 4 * 2**30
+"""The largest file that is read whole: images, indexes and texts are smaller. Larger files are read by ranges."""
+
+
+class StoreError(QieError):
+    """A store cannot be reached, does not allow it, or broke its promise."""
+
+    @property
+    def reason(self) -> str:
+        """In a few words: what the system said, or else what is wrong."""
+        cause = self.__cause__
+        return (cause.strerror if isinstance(cause, OSError) else None) or self.what
+
+
+class MissingError(StoreError):
+    """There is no file of that name."""
+
+
+class ChangedError(StoreError):
+    """A file has another size than its reader knows."""
+
+
+class RefusedError(StoreError):
+    """The system gives no access to a file. The fault is the file's, not the machine's: others may be read."""
+
+
+class UnlistedError(StoreError):
+    """A web server does not list its files."""
+
+
+class WholeFilesError(StoreError):
+    """A web server sends no part of a file, only all of it."""
+
+
+class TooLargeError(StoreError):
+    """A file is too large to be read whole. Nothing of it was read."""
+
+
+class Folder(Protocol):
+    """Files under one folder of some store.
+
+    All names are relative, their parts divided by '/'. Every method raises UsageError for a name that climbs out ('..',
+    absolute, NUL; elsewhere than on a local disk a backslash, too), and StoreError when the store cannot be reached or
+    refuses.
+    """
+
+    @property
+    def url(self) -> str:
+        """As a user would type it."""
+        ...
+
+    def path(self, name: str) -> Path | None:
+        """The path on the local disk; None for other stores."""
+        ...
+
+    def child(self, name: str) -> Folder:
+        """A folder in this one; it need not be there."""
+        ...
+
+    def names(self) -> list[str]:
+        """Whatever is directly in the folder, folders included, in order. Without the folder there is nothing."""
+        ...
+
+    def listing(self) -> dict[str, int]:
+        """The files directly in the folder and their sizes in bytes, by name. Without the folder there are none."""
+        ...
+
+    def stamps(self) -> dict[str, str]:
+        """The same files, with a text each that changes when the file is written again."""
+        ...
+
+    def folders(self) -> list[str]:
+        """The names of the folders directly in it, in order."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """The size of a file in bytes; None when there is no such file."""
+        ...
+
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, most: int = WHOLE_BYTES, size: int | None = None
+    ) -> bytes:
+        """Exactly the bytes [start, stop) of a file; without `stop`, all up to its end.
+
+        Args:
+            name: of the file.
+            start, stop: a half-open range of bytes.
+            most: bytes that are read without `stop`.
+            size: bytes that the file had, compared where that costs no further request: on a local disk.
+
+        Raises:
+            ChangedError: the file has another size.
+            MissingError: there is no such file.
+            TooLargeError: `stop` is None, and more than `most` bytes would have to be read.
+            RefusedError: the system gives no access to this file.
+            StoreError: the file ends before `stop`, or fewer bytes came than were asked for.
+        """
+        ...
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file so that it is there whole or not at all, also after a power cut."""
+        ...
+
+    def upload(self, name: str, path: Path) -> None:
+        """Write a file from a local one of any size, with the same promise."""
+        ...
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file unless there is one of that name; then return False and do nothing.
+
+        Of two who create at once, one succeeds; on the Hugging Face Hub, which cannot say so, both may. After an
+        answer was lost, a remote file of equal content counts as written by this call: a caller that must know whether
+        it created the file writes something that only it would write.
+        """
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete a file. A missing file is no error."""
+        ...
+
+
+def checked(name: str, forbidden: str = "\\\0") -> str:
+    """The name itself. Raises UsageError if it is empty, absolute, climbs out, or holds a forbidden character."""
+    parts = name.split("/")
+    if "" in parts or "." in parts or ".." in parts or any([char in name for char in forbidden]):  # noqa: C419 - faster
+        raise UsageError(
+            "a file name leaves its folder, or is none", where=repr(name), expected="a relative name such as a/b.tar"
+        )
+    return name
+
+
+def checked_range(name: str, start: int, stop: int | None) -> None:
+    """Raise UsageError for a range that counts from the end, or ends before it starts."""
+    if start < 0 or (stop is not None and stop < start):
+        raise UsageError("a range of bytes is not one", where=name, expected="0 ≤ start ≤ stop", found=(start, stop))
+
+
+def require_whole(size: int, where: object, most: int = WHOLE_BYTES) -> None:
+    """Raise TooLargeError unless a file of `size` bytes may be read whole."""
+    if size > most:
+        raise TooLargeError("a file is too large", where=where, expected=f"at most {most} bytes", found=f"{size} bytes")
