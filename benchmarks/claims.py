@@ -39,9 +39,9 @@ from PIL import Image
 from variants import PLAIN_CACHED, PLAIN_LIVE, Variant, loop_of, measure_all
 from work import GB, TERA, encoder_bytes, encoding, loose_bytes, record_bytes, step_memory, training
 
+from qie.config import Quantization
 from qie.data.sources import open_source
 from qie.precompute import precompute
-from qie.training.memory import Quantization
 
 PAIRS = {"plain": (PLAIN_LIVE, PLAIN_CACHED), "qie": (Variant("qie", live=True), Variant("qie"))}
 """The loops, live and cached."""

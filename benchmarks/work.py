@@ -17,9 +17,10 @@ from samples import NULL, TAIL, WIDTH, made, record_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from qie.config import Quantization
 from qie.encode.vae import still_encoder
 from qie.training.flops import Architecture, Flops, step_flops
-from qie.training.memory import Parameters, Quantization, Setup, estimate
+from qie.training.memory import Parameters, Setup, estimate
 
 FULL = SIZES["full"]
 TEMPLATE_TOKENS = 64
@@ -95,7 +96,7 @@ def step_memory(side_px: int, quantize: Quantization | None, checkpointing: bool
         2 * (side_px // 16) ** 2,
         prompt_tokens(side_px),
         quantize=quantize,
-        checkpoint_every=int(checkpointing),
+        gradient_checkpointing=int(checkpointing),
     )
     return estimate(setup).total
 

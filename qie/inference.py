@@ -15,7 +15,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from diffusers import AutoencoderKLQwenImage, DiffusionPipeline, QwenImageTransformer2DModel
 from PIL import Image
 
-from qie.config import AdapterConfig
+from qie.config import AdapterConfig, Quantization
 from qie.encode import Encoder
 from qie.encode.scene import Scene, embed_scene
 from qie.encode.sizes import Size
@@ -25,7 +25,6 @@ from qie.pretrained import PretrainedModel, loading
 from qie.recipe import NULL_PROMPT
 from qie.training.model.load import load_scheduler, load_transformer
 from qie.training.model.lora import add_frozen_adapters
-from qie.training.model.quantize import Quantization, quantize_blocks
 
 
 def paint_scene(
@@ -133,9 +132,10 @@ class Predictor:
     @cached_property
     def pipeline(self) -> DiffusionPipeline:
         """Of diffusers, without encoders; for `paint_scene`."""
-        vae, transformer = load_vae(self.pretrained, self._dtype), load_transformer(self._trained, self._dtype)
-        if self._quantize:
-            quantize_blocks(transformer, self._quantize, self._transformer_device)
+        vae = load_vae(self.pretrained, self._dtype)
+        transformer = load_transformer(
+            self._trained, self._dtype, quantize=self._quantize, device=self._transformer_device
+        )
         add_frozen_adapters(transformer, self._adapters)
         transformer.eval()  # an adapter comes in training mode
         pipeline = make_pipeline(self.pretrained, vae.to(self._vae_device), transformer)

@@ -98,7 +98,8 @@ def open_predictor(config: Config, lora: str | Path | None = None, transformer: 
         ModelError, ConfigError: see `open_encoder`.
     """
     from qie.inference import Predictor
-    from qie.training.model.fitting import check_adapters, open_transformer
+    from qie.training.model.adapter_file import check_adapters
+    from qie.training.model.load import empty_transformer, open_transformer
 
     devices, model = config.predict.devices, config.model
     vae_device = resolve_device(devices.vae, "predict.devices.vae")
@@ -110,7 +111,7 @@ def open_predictor(config: Config, lora: str | Path | None = None, transformer: 
     )
     trained = open_transformer(Path(transformer), pretrained) if transformer else None
     if adapters:
-        check_adapters(trained or pretrained, adapters, "the adapter, or model.adapters")
+        check_adapters(empty_transformer(trained or pretrained), adapters, "the adapter, or model.adapters")
     return Predictor(
         pretrained,
         inference_encoder(config, pretrained, vae_device, text_device),

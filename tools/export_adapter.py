@@ -25,7 +25,8 @@ from qie.cli.common import quiet_libraries
 from qie.errors import QieError
 from qie.paths import local_path
 from qie.pretrained import open_pretrained
-from qie.training.model.export import export_adapter, merge_adapter
+from qie.training.model.adapter_file import export_adapter
+from qie.training.model.lora import merge_adapter
 
 DTYPES = ("float16", "bfloat16", "float32")
 

@@ -165,7 +165,7 @@ def parse_lora(text: str) -> AdapterConfig:
     from qie.config import AdapterConfig
     from qie.errors import UsageError
     from qie.paths import local_path
-    from qie.training.model.lora_file import ADAPTER_FILE
+    from qie.training.model.adapter_file import ADAPTER_FILE
 
     path, scale = local_path(text), 1.0
     before, colon, after = text.rpartition(":")
@@ -199,7 +199,7 @@ def with_loras(config: Config, words: Sequence[str]) -> Config:
     """
     from qie.errors import UsageError
     from qie.paths import local_path
-    from qie.training.model.lora_file import ADAPTER_FILE
+    from qie.training.model.adapter_file import ADAPTER_FILE
 
     adapters = [*config.model.adapters, *map(parse_lora, words)]
     files: set[Path] = set()

@@ -15,6 +15,7 @@ MAX_LR = 1000.0
 MAX_ARGUMENT = 3e38
 """What float32 holds."""
 
+Quantization = Literal["fp8", "int8", "nf4"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab", "clearml", "aim", "dvclive"]
 
 
@@ -68,7 +69,7 @@ class ModelConfig(Section):
     family: Literal["auto", "edit", "edit_plus"] = Field("auto", description="auto reads model_index.json.")
     lora: LoraConfig | None = Field(LoraConfig(), description="null: all weights of the transformer are trained.")
     adapters: list[AdapterConfig] = Field([], description="Further adapters that stay as they are.")
-    quantize: Literal["fp8", "int8", "nf4"] | None = Field(
+    quantize: Quantization | None = Field(
         None, description="How the transformer's linear layers are stored, under a LoRA; needs the extra quant."
     )
     attention_backend: str | None = Field(

@@ -33,10 +33,9 @@ from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
 from qie.recipe import NULL_PROMPT
 from qie.streams import open_training_stream
 from qie.training.loop import Outcome, train
-from qie.training.model.export import export_adapter, find_adapter, merge_adapter
+from qie.training.model.adapter_file import ADAPTER_FILE, export_adapter, find_adapter
 from qie.training.model.load import load_scheduler
-from qie.training.model.lora import save_adapter
-from qie.training.model.lora_file import ADAPTER_FILE
+from qie.training.model.lora import merge_adapter, save_adapter
 from qie.training.model.quantize import quantize_blocks
 from qie.training.run import Run
 from qie.training.telling.metrics import METRICS_FILE
@@ -401,7 +400,7 @@ class QwenImageEditTrainer:
     def merge_lora(self, output: str | Path | None = None) -> None:
         """Merge the adapter into the transformer: in memory, or from the last checkpoint into the folder `output`.
 
-        Now: `tools/export_adapter.py RUN --merge --model M --output DIR`, or `qie.training.model.export.merge_adapter`.
+        Now: `tools/export_adapter.py RUN --merge --model M --output DIR`, or `qie.training.model.lora.merge_adapter`.
         """
         if output is None:
             self.transformer.fuse_lora()

@@ -14,9 +14,9 @@ from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import UsageError
 from qie.pretrained import PretrainedModel
-from qie.training.budget import explained_memory, plan_memory, tell_memory
 from qie.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers
 from qie.training.lock import locked, require_folder
+from qie.training.memory import explained_memory, plan_memory, tell_memory
 from qie.training.run import Predictor, Run
 from qie.training.stopping import stop_requested
 from qie.training.telling.journal import Journal, Listener

@@ -1,19 +1,23 @@
-"""How much device memory training takes, before anything is loaded; and what to change where it is too much."""
+"""How much device memory training takes: estimated before anything is loaded, with what to change if it is too much."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import torch
+from accelerate import Accelerator
 from diffusers import QwenImageTransformer2DModel
 
-from qie.errors import QieError
-from qie.pretrained import PretrainedModel, loading, read_json
+from qie.config import Config, Quantization
+from qie.data.stream import Stream
+from qie.errors import ConfigError, QieError
+from qie.pretrained import PretrainedModel
 from qie.training.flops import Architecture
 from qie.training.model.blocks import checkpointed_blocks
-
-Quantization = Literal["fp8", "int8", "nf4"]
+from qie.training.model.load import empty_transformer, train_all_weights
+from qie.training.model.lora import add_lora
 
 # Of a quantised weight. nf4 has an 8-bit scale for each 64 weights; the others one for each row.
 _QUANTIZED_BYTES: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 1 / 64}
@@ -58,14 +62,6 @@ class Parameters:
         )
 
 
-def empty_transformer(pretrained: PretrainedModel) -> QwenImageTransformer2DModel:
-    """The model's transformer without its weights, on the meta device, frozen. Adapters can be added to it."""
-    folder = pretrained.component("transformer")
-    config = read_json(folder / "config.json")
-    with loading(folder), torch.device("meta"):
-        return QwenImageTransformer2DModel.from_config(config).requires_grad_(False)
-
-
 def optimizer_bytes(class_path: str, trained_bytes: int) -> float:
     """State of an optimizer for each trained number: 8-bit ones keep a byte where others keep such a number."""
     name = class_path.rpartition(".")[2]
@@ -85,7 +81,7 @@ class Setup:
         value_bytes: of a number that is computed with and of a frozen weight that is not quantised: 2 or 4.
         trained_bytes: of a trained weight and of its gradient.
         optimizer_bytes: of the optimizer's state for each trained number.
-        checkpoint_every, offload_blocks: see `checkpoint_blocks`.
+        gradient_checkpointing, offload_blocks: see `checkpoint_activations`.
         processes: which train together; `sharded`: each holds its part of the weights (FSDP) instead of all (DDP).
     """
 
@@ -99,7 +95,7 @@ class Setup:
     trained_bytes: int = 4
     optimizer_bytes: float = 8.0
     ema: bool = False
-    checkpoint_every: int = 1
+    gradient_checkpointing: int = 1
     offload_blocks: int = 0
     processes: int = 1
     sharded: bool = False
@@ -107,6 +103,46 @@ class Setup:
     @property
     def all_trained(self) -> bool:
         return self.parameters.trained > self.parameters.frozen
+
+
+def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, accelerator: Accelerator) -> Setup:
+    """Everything that a run's memory depends on. Wrong LoRA targets are refused here, before weights are read.
+
+    Raises:
+        ConfigError: the adapter does not fit the transformer.
+    """
+    model, section = config.model, config.train
+    sharded = accelerator.distributed_type == "FSDP"
+    if sharded and (model.quantize in ("fp8", "int8") or section.offload_blocks):
+        raise ConfigError(
+            "weights that are spread over processes can neither be fp8 or int8 nor wait in host memory",
+            where="model.quantize" if model.quantize else "train.offload_blocks",
+            hint="set model.quantize to null or nf4 and train.offload_blocks to 0, or use configs/accelerate/ddp.yaml",
+        )
+    transformer = empty_transformer(pretrained)
+    trained = getattr(torch, section.trained_dtype)
+    if model.lora:
+        add_lora(transformer, model.lora.model_copy(update={"continue_from": None}), section.seed, dtype=trained)
+    else:
+        train_all_weights(transformer, trained)
+    columns = stream.samples.columns
+    sizes = [(shape.target, *shape.controls) for shape in columns.shape_names]
+    return Setup(
+        Architecture.of(transformer.config),
+        Parameters.of(transformer),
+        image_tokens=max((sum(h * w // 4 for h, w in latents) for latents in sizes), default=0),
+        text_tokens=int(columns.lengths.max(initial=0)),
+        batch_size=config.data.batch_size,
+        value_bytes=2 if section.mixed_precision == "bf16" else 4,
+        quantize=model.quantize,
+        trained_bytes=trained.itemsize,
+        optimizer_bytes=optimizer_bytes(config.optimizer.class_path, trained.itemsize),
+        ema=section.ema_decay is not None,
+        gradient_checkpointing=int(section.gradient_checkpointing),
+        offload_blocks=section.offload_blocks,
+        processes=accelerator.num_processes,
+        sharded=sharded,
+    )
 
 
 @dataclass(frozen=True)
@@ -178,7 +214,7 @@ def estimate(setup: Setup) -> Estimate:
     gradients = trained / parts * (2 if setup.processes > 1 and not setup.sharded else 1)
     # Autocast's copies of trained weights last for the forward pass.
     casts = parameters.trained * setup.value_bytes / parts if setup.trained_bytes > setup.value_bytes else 0
-    again = len(checkpointed_blocks(blocks, setup.checkpoint_every, setup.offload_blocks))
+    again = len(checkpointed_blocks(blocks, setup.gradient_checkpointing, setup.offload_blocks))
     tokens = (setup.image_tokens + setup.text_tokens) * setup.batch_size * setup.architecture.width
     kept = kept_bytes(setup)
     activations = casts + again * tokens * setup.value_bytes + (blocks - again + (1 if again else 0)) * kept
@@ -204,7 +240,7 @@ def advice(setup: Setup) -> list[str]:
 
 def _changes(setup: Setup) -> list[tuple[str, Setup]]:
     blocks, parameters = setup.architecture.blocks, setup.parameters
-    changes = [("train.gradient_checkpointing=true", replace(setup, checkpoint_every=1))]
+    changes = [("train.gradient_checkpointing=true", replace(setup, gradient_checkpointing=1))]
     if setup.batch_size > 1:
         steps = f"data.batch_size=1 with train.gradient_accumulation_steps={setup.batch_size} times as many"
         changes.append((steps, replace(setup, batch_size=1)))
@@ -233,15 +269,29 @@ def _changes(setup: Setup) -> list[tuple[str, Setup]]:
     return changes
 
 
-def out_of_memory(error: BaseException, setup: Setup) -> QieError:
-    """What to show for a `torch.OutOfMemoryError`."""
-    found = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return QieError(
-        "the device is out of memory",
-        expected=f"about {_gb(estimate(setup).total)} for this configuration",
-        found=found,
-        hint="; or ".join(advice(setup)) or "use a device with more memory, or end what else runs on it",
-    )
+def tell_memory(setup: Setup, device: torch.device, say: Callable[[str], object]) -> None:
+    """Say how much a run will take of a GPU; and what to change when that is more than is free."""
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    expected = estimate(setup)
+    say(f"about {expected.total / 1e9:.1f} GB of the GPU's memory will be needed; {free / 1e9:.1f} GB are free")
+    if expected.total > free:
+        say("\n".join([*expected.lines(), "to need less:", *advice(setup)[:4]]))
+
+
+@contextmanager
+def explained_memory(setup: Setup) -> Iterator[None]:
+    """Turn torch's error that memory is out into one that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise QieError(
+            "the device is out of memory",
+            expected=f"about {_gb(estimate(setup).total)} for this configuration",
+            found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            hint="; or ".join(advice(setup)) or "use a device with more memory, or end other programs on it",
+        ) from error
 
 
 def _gb(value: float) -> str:

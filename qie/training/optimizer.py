@@ -20,8 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from qie.config import OptimizerConfig, SchedulerConfig
 from qie.config.training import MAX_LR
 from qie.errors import ConfigError
-from qie.training.model.sharding import all_whole, like
-from qie.training.model.weights import not_finite
+from qie.training.model.sharding import all_whole, like, not_finite
 
 
 def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:

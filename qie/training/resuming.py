@@ -15,7 +15,7 @@ from qie.config import Config
 from qie.errors import QieError, UsageError
 from qie.pretrained import PretrainedModel, content_hash
 from qie.training.checkpoint import STATE_FILE, explained_damage, read_state
-from qie.training.model.weights import TensorFiles
+from qie.training.model.sharding import TensorFiles
 from qie.training.optimizer import load_named_state
 
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -24,9 +24,8 @@ from qie.pretrained import PretrainedModel
 from qie.training.checkpoint import STATE_FILE, checkpoints, explained_damage, publish_checkpoint, remove_old
 from qie.training.feed import Prepared, batches_of, iter_prepared, planned_steps, require_null_prompts
 from qie.training.model.load import load_shift
-from qie.training.model.sharding import whole
+from qie.training.model.sharding import require_finite, whole
 from qie.training.model.trainable import TrainableModel
-from qie.training.model.weights import require_finite
 from qie.training.objective import Objective, derive_seed
 from qie.training.optimizer import check_optimizer, make_optimizer, make_schedule, named_state
 from qie.training.resuming import OPTIMIZER_FILE, Saved, identity, require_same, require_steps

@@ -10,7 +10,7 @@ from PIL import Image
 
 from qie.cli.paintings import Request, check_paintings, numbered, parse_lora, parse_size, read_batch
 from qie.errors import QieError, UsageError
-from qie.training.model.lora_file import ADAPTER_FILE
+from qie.training.model.adapter_file import ADAPTER_FILE
 
 
 @pytest.fixture

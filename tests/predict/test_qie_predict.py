@@ -22,9 +22,9 @@ from qie.encode.scene import Scene
 from qie.errors import QieError, RowError
 from qie.inference import Predictor
 from qie.pretrained import open_pretrained
+from qie.training.model.adapter_file import ADAPTER_FILE
+from qie.training.model.load import save_transformer
 from qie.training.model.lora import add_frozen_adapters, save_adapter
-from qie.training.model.lora_file import ADAPTER_FILE
-from qie.training.model.weights import save_transformer
 from tests.conftest import AREA_PX
 from tests.training.adapters import randomise, trained_adapter, transformer_of
 

@@ -13,7 +13,7 @@ from peft import LoraConfig
 
 from qie.errors import ConfigError
 from qie.training.model import blocks as blocks_module
-from qie.training.model.blocks import checkpoint_blocks, checkpointed_blocks, compile_blocks, offloaded_blocks
+from qie.training.model.blocks import checkpoint_activations, checkpointed_blocks, compile_blocks, offloaded_blocks
 from tests.training.small import gradients, inputs, small_transformer
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def alive(made: list[weakref.ref[torch.Tensor]]) -> int:
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 6, 7])
 def test_computing_activations_again_changes_no_bit_of_a_gradient(every: int, expected) -> None:
     transformer = small_transformer()
-    checkpoint_blocks(transformer, every)
+    checkpoint_activations(transformer, every)
     assert_bit_equal(gradients(transformer), expected)
 
 
@@ -74,7 +74,7 @@ def test_weights_that_wait_in_host_memory_change_no_bit_of_a_gradient(
     every: int, offload: int, expected, device_copies
 ) -> None:
     transformer = small_transformer()
-    checkpoint_blocks(transformer, every, offload, CPU)
+    checkpoint_activations(transformer, every, offload, CPU)
     for _ in range(2):  # what was fetched ahead in the first pass meets the second
         assert_bit_equal(gradients(transformer), expected)
     assert alive(device_copies) == 0
@@ -83,7 +83,7 @@ def test_weights_that_wait_in_host_memory_change_no_bit_of_a_gradient(
 
 def test_gradients_of_all_weights_are_those_without_checkpointing() -> None:
     transformer = small_transformer(lora=False)
-    checkpoint_blocks(transformer, 2)
+    checkpoint_activations(transformer, 2)
     assert_bit_equal(gradients(transformer), gradients(small_transformer(lora=False)))
 
 
@@ -93,7 +93,7 @@ def test_just_the_chosen_blocks_run_again(every: int, offload: int, ran: int) ->
     calls = []
     for index, block in enumerate(transformer.transformer_blocks):
         block.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
-    checkpoint_blocks(transformer, every, offload, CPU)
+    checkpoint_activations(transformer, every, offload, CPU)
     gradients(transformer)
     assert len(calls) == ran
     again = checkpointed_blocks(6, every, offload)
@@ -103,7 +103,7 @@ def test_just_the_chosen_blocks_run_again(every: int, offload: int, ran: int) ->
 def test_never_more_than_two_blocks_have_their_weights_on_the_device(expected, device_copies) -> None:
     transformer = small_transformer()
     most = []
-    checkpoint_blocks(transformer, 0, 6, CPU)
+    checkpoint_activations(transformer, 0, 6, CPU)
     for block in transformer.transformer_blocks:
         block.register_forward_hook(lambda *_: most.append(alive(device_copies)), always_call=True)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_never_more_than_two_blocks_have_their_weights_on_the_device(expected, d
 
 def test_the_next_block_is_fetched_ahead_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     transformer = small_transformer()
-    checkpoint_blocks(transformer, 0, 3, CPU)
+    checkpoint_activations(transformer, 0, 3, CPU)
     waited = []
     fetch = blocks_module._Waiting._fetch
     monkeypatch.setattr(
@@ -136,7 +136,7 @@ def test_the_next_block_is_fetched_ahead_in_both_directions(monkeypatch: pytest.
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_validation_between_steps_sees_and_disturbs_nothing(context, expected, device_copies) -> None:
     transformer = small_transformer()
-    checkpoint_blocks(transformer, 1, 3, CPU)
+    checkpoint_activations(transformer, 1, 3, CPU)
     assert_bit_equal(gradients(transformer), expected)
     with context():
         assert torch.equal(transformer(**inputs())[0], expected["output"])
@@ -147,7 +147,7 @@ def test_validation_between_steps_sees_and_disturbs_nothing(context, expected, d
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
 def test_a_block_that_fails_leaves_its_weights_behind_and_training_goes_on(context, expected, device_copies) -> None:
     transformer = small_transformer()
-    checkpoint_blocks(transformer, 1, 2, CPU)
+    checkpoint_activations(transformer, 1, 2, CPU)
     broken = transformer.transformer_blocks[0].img_mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), context():
         transformer(**inputs())
@@ -161,7 +161,7 @@ def test_what_waits_has_its_shape_in_one_element_and_what_is_trained_stays() -> 
     transformer = small_transformer()
     shapes = {name: weight.shape for name, weight in transformer.named_parameters()}
     trained = {name: weight.data_ptr() for name, weight in transformer.named_parameters() if weight.requires_grad}
-    checkpoint_blocks(transformer, 1, 6, CPU)
+    checkpoint_activations(transformer, 1, 6, CPU)
     assert {name: weight.shape for name, weight in transformer.named_parameters()} == shapes
     waiting = {name for name, weight in transformer.named_parameters() if weight.untyped_storage().nbytes() <= 4}
     block = "transformer_blocks.3."
@@ -187,7 +187,7 @@ def test_weights_of_torchao_wait_in_host_memory() -> None:
         return transformer
 
     transformer = quantized()
-    checkpoint_blocks(transformer, 1, 3, CPU)
+    checkpoint_activations(transformer, 1, 3, CPU)
     assert transformer.transformer_blocks[0].img_mlp.net[2].weight.untyped_storage().nbytes() == 4
     assert_bit_equal(gradients(transformer), gradients(quantized()))
     assert transformer.transformer_blocks[0].img_mlp.net[2].weight.untyped_storage().nbytes() == 4
@@ -195,12 +195,12 @@ def test_weights_of_torchao_wait_in_host_memory() -> None:
 
 def test_more_blocks_than_there_are_cannot_wait() -> None:
     with pytest.raises(ConfigError, match=r"(?s)fewer blocks.*train\.offload_blocks.*at most 6.*7"):
-        checkpoint_blocks(small_transformer(), 1, 7, CPU)
+        checkpoint_activations(small_transformer(), 1, 7, CPU)
 
 
 def test_weights_that_are_all_trained_cannot_wait() -> None:
     with pytest.raises(ConfigError, match=r"(?s)train\.offload_blocks.*model\.lora"):
-        checkpoint_blocks(small_transformer(lora=False), 1, 1, CPU)
+        checkpoint_activations(small_transformer(lora=False), 1, 1, CPU)
 
 
 def test_four_bit_weights_cannot_wait() -> None:
@@ -209,7 +209,7 @@ def test_four_bit_weights_cannot_wait() -> None:
     mlp = transformer.transformer_blocks[0].img_mlp.net
     mlp[2] = bitsandbytes.nn.Linear4bit(128, 32, quant_type="nf4").requires_grad_(False)
     with pytest.raises(ConfigError, match=r"(?s)4-bit.*train\.offload_blocks.*img_mlp.net.2.weight"):
-        checkpoint_blocks(transformer, 1, 1, CPU)
+        checkpoint_activations(transformer, 1, 1, CPU)
 
 
 @pytest.mark.parametrize("offload", range(1, 61))
@@ -250,7 +250,7 @@ class CountingBackend:
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_each_block_runs_compiled_and_few_graphs_serve_all_blocks_and_sizes(expected) -> None:
     transformer = small_transformer()
-    checkpoint_blocks(transformer, 2, 3, CPU)
+    checkpoint_activations(transformer, 2, 3, CPU)
     backend = CountingBackend()
     compile_blocks(transformer, backend)
     assert_equal_but_for_rounding(gradients(transformer), expected)
@@ -265,7 +265,7 @@ def test_each_block_runs_compiled_and_few_graphs_serve_all_blocks_and_sizes(expe
 def test_the_backward_pass_of_compiled_blocks_reads_no_weights_that_left(device_copies) -> None:
     """It saves parameters themselves, where layers that are not compiled save what they made of them."""
     transformer = small_transformer(num_layers=2)
-    checkpoint_blocks(transformer, 0, 2, CPU)
+    checkpoint_activations(transformer, 0, 2, CPU)
     compile_blocks(transformer, "aot_eager")
     assert_equal_but_for_rounding(gradients(transformer), gradients(small_transformer(num_layers=2)))
     assert alive(device_copies) == 0
@@ -278,7 +278,7 @@ def test_on_a_gpu_weights_come_and_go_and_change_no_bit(every: int, offload: int
     given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs().items()}
     expected = gradients(small_transformer().to(device), **given)
     transformer = small_transformer()
-    checkpoint_blocks(transformer, every, offload, device)
+    checkpoint_activations(transformer, every, offload, device)
     transformer.to(device)
     for _ in range(3):
         assert_bit_equal(gradients(transformer, **given), expected)
@@ -291,7 +291,7 @@ def test_on_a_gpu_offloading_frees_the_weights() -> None:
     def peak(offload: int) -> int:
         device = torch.device("cuda")
         transformer = small_transformer(num_attention_heads=64, num_layers=12)
-        checkpoint_blocks(transformer, 1, offload, device)
+        checkpoint_activations(transformer, 1, offload, device)
         transformer.to(device)
         given = inputs()
         given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}

@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from qie.errors import QieError, UsageError
 from qie.pretrained import open_pretrained
-from qie.training.model import lora_file
-from qie.training.model.export import export_adapter, find_adapter, merge_adapter
-from qie.training.model.lora import save_adapter
-from qie.training.model.lora_file import ADAPTER_FILE
+from qie.training.model import adapter_file
+from qie.training.model.adapter_file import ADAPTER_FILE, export_adapter, find_adapter
+from qie.training.model.lora import merge_adapter, save_adapter
 from tests.conftest import ROOT
 from tests.training.adapters import call, one_batch, randomise, trained_adapter, transformer_of
 
@@ -265,7 +264,7 @@ def test_a_merge_that_fails_leaves_nothing_behind(tiny_edit: Path, saved, tmp_pa
 def test_a_merge_replaces_nothing(tiny_edit: Path, saved, tmp_path: Path) -> None:
     folder, _ = saved(**PLAIN)
     (tmp_path / "mine").mkdir()
-    with pytest.raises(UsageError, match="there already"):
+    with pytest.raises(UsageError, match="exists already"):
         merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "mine")
 
 
@@ -317,7 +316,7 @@ def test_the_tool_exports_and_merges_the_latest_checkpoint_of_a_run(tool, tiny_e
 def test_the_tool_tells_of_a_fault_in_one_line_and_by_its_exit_code(tool, tmp_path: Path, monkeypatch, capsys) -> None:
     assert tool(tmp_path, "--output", tmp_path / "out.safetensors") == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: there is no adapter")
+    assert line.startswith("error: no adapter found")
     for wrong in (["--merge"], ["--scale", "2"], ["--merge", "--model", "m", "--format", "comfyui"]):
         with pytest.raises(SystemExit, match="2"):
             tool(tmp_path, "--output", tmp_path / "out", *wrong)
@@ -325,4 +324,4 @@ def test_the_tool_tells_of_a_fault_in_one_line_and_by_its_exit_code(tool, tmp_pa
 
 def test_settings_without_which_a_file_means_something_else_are_kept() -> None:
     known = set(LoraConfig().to_dict())
-    assert set(lora_file._SCALE + lora_file._LAYERS) <= known
+    assert set(adapter_file._SCALE + adapter_file._LAYERS) <= known

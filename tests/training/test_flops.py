@@ -9,7 +9,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from torch.utils.flop_counter import FlopCounterMode
 
 from qie.training.flops import Architecture, peak_flops, step_flops
-from qie.training.model.blocks import checkpoint_blocks
+from qie.training.model.blocks import checkpoint_activations
 from tests.training.small import IMAGE_TOKENS, inputs, small_config, small_transformer
 
 REAL = Architecture(60, 24, 128, 64, 64, 3584)
@@ -41,7 +41,7 @@ def test_torch_counts_the_same(all_trained: bool) -> None:
 def test_torch_counts_the_same_for_what_is_computed_again(every: int, again: int) -> None:
     transformer = small_transformer(lora=False).requires_grad_(False)
     _, plain = counted(transformer, inputs(batch=1, text_tokens=60))
-    checkpoint_blocks(transformer, every)
+    checkpoint_activations(transformer, every)
     _, backward = counted(transformer, inputs(batch=1, text_tokens=60))
     architecture = Architecture.of(transformer.config)
     flops = step_flops(architecture, IMAGE_TOKENS, 60, all_trained=False, checkpointed_blocks=again)

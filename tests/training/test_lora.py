@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from qie.config import AdapterConfig, LoraConfig
 from qie.errors import ConfigError, QieError
-from qie.training.model.lora import adapter_state, add_frozen_adapters, add_lora, load_adapter, save_adapter
-from qie.training.model.lora_file import ADAPTER_FILE
+from qie.training.model.adapter_file import ADAPTER_FILE
+from qie.training.model.lora import adapter_tensors, add_frozen_adapters, add_lora, load_adapter, save_adapter
 from tests.training.adapters import call, one_batch, randomise, trained_adapter, transformer_of
 
 KINDS = [
@@ -72,7 +72,7 @@ def test_a_saved_adapter_goes_back_into_a_run(tiny_edit: Path, batch, tmp_path: 
     save_adapter(trained, tmp_path)
     fresh = transformer_of(tiny_edit)
     add_lora(fresh, LoraConfig(**kind), seed=9)
-    load_adapter(fresh, tmp_path)
+    load_adapter(adapter_tensors(fresh), tmp_path)
     assert same(weights(fresh), weights(trained))
     # Both hold copies of the adapter, equally aligned, over a base of the same file.
     assert torch.equal(call(fresh.eval(), batch), call(trained, batch))
@@ -80,7 +80,7 @@ def test_a_saved_adapter_goes_back_into_a_run(tiny_edit: Path, batch, tmp_path: 
 
 def test_equal_adapters_are_equal_files_and_other_values_can_be_saved(tiny_edit: Path, tmp_path: Path) -> None:
     trained = trained_adapter(tiny_edit, r=4, use_dora=True)
-    state = adapter_state(trained)
+    state = adapter_tensors(trained)
     save_adapter(trained, tmp_path / "a")
     expected = (tmp_path / "a" / ADAPTER_FILE).read_bytes()
     for _ in range(8):  # an order that varies is the same half the time
@@ -97,11 +97,11 @@ def test_another_adapter_is_refused_and_changes_nothing(tiny_edit: Path, tmp_pat
     save_adapter(trained_adapter(tiny_edit, r=4), tmp_path)
     run = transformer_of(tiny_edit)
     add_lora(run, LoraConfig(**other), seed=0)
-    before = adapter_state(run)
+    before = adapter_tensors(run)
     with pytest.raises(QieError, match="other tensors") as caught:
-        load_adapter(run, tmp_path)
+        load_adapter(adapter_tensors(run), tmp_path)
     assert "transformer_blocks.0.attn" in str(caught.value) and "rank 4" in str(caught.value)
-    assert same(adapter_state(run), before)
+    assert same(adapter_tensors(run), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -186,7 +186,7 @@ def test_a_run_continues_from_another_adapter(tiny_edit: Path, tmp_path: Path, k
 def test_a_run_continues_from_an_adapter_of_others(tiny_edit: Path, batch, tmp_path: Path, style) -> None:
     """Without metadata: alpha is the rank, or stands beside the weights."""
     first = trained_adapter(tiny_edit, r=4, lora_alpha=4.0 if style == "no prefix" else 10.0)
-    state = adapter_state(first)
+    state = adapter_tensors(first)
     if style == "kohya":
         names = {name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up") for name in state}
         state = {f"diffusion_model.{names[name]}": tensor for name, tensor in state.items()}
@@ -204,8 +204,8 @@ def test_a_run_continues_from_an_adapter_of_others(tiny_edit: Path, batch, tmp_p
         ({"r": 8}, ["rank 4", "rank 8", "attn.to_k.lora_A.weight is [4, 32], not [8, 32]"]),
         ({"r": 4, "target_modules": ["to_q"]}, ["to_k.lora_A.weight is too many"]),
         ({"r": 4, "target_modules": ["to_q", "to_k", "to_v", "to_out.0", "proj_out"]}, ["proj_out.lora_A.weight is"]),
-        ({"r": 4, "lora_alpha": 8.0}, ["scaled by 2.5", "scaled by 2", "lora_alpha is to be 10"]),
-        ({"r": 4, "lora_alpha": 10.0, "use_rslora": True}, ["scaled by 5", "lora_alpha is to be 5"]),
+        ({"r": 4, "lora_alpha": 8.0}, ["scaled by 2.5", "scaled by 2", "lora_alpha has to be 10"]),
+        ({"r": 4, "lora_alpha": 10.0, "use_rslora": True}, ["scaled by 5", "lora_alpha has to be 5"]),
     ],
 )
 def test_an_adapter_that_is_not_the_one_described_is_not_continued(tiny_edit: Path, tmp_path: Path, section, words):
@@ -291,7 +291,7 @@ def test_the_libraries_say_nothing(tiny_edit: Path, tmp_path: Path, quantize, ca
         add_frozen_adapters(transformer, [AdapterConfig(path=str(tmp_path))])
         add_lora(transformer, section.model_copy(update={"continue_from": str(tmp_path)}), seed=0)
         save_adapter(transformer, tmp_path / "again")
-        load_adapter(transformer, tmp_path / "again")
+        load_adapter(adapter_tensors(transformer), tmp_path / "again")
     assert caplog.text == "" and capfd.readouterr() == ("", "")
     with safe_open(tmp_path / "again" / ADAPTER_FILE, "pt") as opened:
         assert len(list(opened.keys())) == 3 * 8

@@ -15,19 +15,20 @@ from peft import LoraConfig
 from qie.config import load_config
 from qie.errors import ConfigError, ModelError, QieError
 from qie.pretrained import open_pretrained
-from qie.training.budget import plan_memory, tell_memory
 from qie.training.flops import Architecture
 from qie.training.memory import (
     Parameters,
     Setup,
     advice,
-    empty_transformer,
     estimate,
+    explained_memory,
     kept_bytes,
     optimizer_bytes,
-    out_of_memory,
+    plan_memory,
+    tell_memory,
 )
-from qie.training.model.blocks import checkpoint_blocks
+from qie.training.model.blocks import checkpoint_activations
+from qie.training.model.load import empty_transformer
 from tests.conftest import ROOT
 from tests.training.small import IMAGE_TOKENS, LORA_TARGETS, inputs, small_transformer
 
@@ -64,7 +65,7 @@ def test_the_released_model_with_an_adapter(released) -> None:
     assert gb(found.activations) == pytest.approx(60 * 9600 * 3072 * 2 / 1e9 + 1.26, abs=0.1)
     assert 46 < gb(found.total) < 50
     # Without checkpointing more than an 80 GB GPU has.
-    assert 110 < gb(estimate(replace(setup, checkpoint_every=0)).total) < 130
+    assert 110 < gb(estimate(replace(setup, gradient_checkpointing=0)).total) < 130
 
 
 @pytest.mark.parametrize(("quantize", "weights"), [("fp8", 20.6), ("int8", 20.6), ("nf4", 10.7)])
@@ -140,7 +141,7 @@ def test_a_block_keeps_what_autograd_keeps(changes, dtype: torch.dtype) -> None:
 def test_a_checkpointed_block_keeps_its_inputs() -> None:
     def measured(blocks: int) -> int:
         transformer = small_transformer(num_layers=blocks)
-        checkpoint_blocks(transformer, 1)
+        checkpoint_activations(transformer, 1)
         kept: dict[int, int] = {}
 
         def count(_, args):
@@ -159,7 +160,7 @@ def test_a_checkpointed_block_keeps_its_inputs() -> None:
     setup = replace(setup, value_bytes=4)
     inner = kept_bytes(setup)
     assert estimate(setup).activations - inner == pytest.approx(measured(6))
-    assert estimate(replace(setup, checkpoint_every=2)).activations == pytest.approx(measured(6) / 2 + 4 * inner)
+    assert estimate(replace(setup, gradient_checkpointing=2)).activations == pytest.approx(measured(6) / 2 + 4 * inner)
 
 
 def test_parameters_are_counted_without_loading(tiny_edit: Path) -> None:
@@ -221,7 +222,7 @@ def gain(line: str) -> float:
 
 
 def test_advice_names_what_gains_most_first_and_nothing_in_use(released) -> None:
-    setup = replace(released[0], checkpoint_every=0, batch_size=2)
+    setup = replace(released[0], gradient_checkpointing=0, batch_size=2)
     lines = advice(setup)
     gains = [gain(line) for line in lines]
     assert gains == sorted(gains, reverse=True) and min(gains) > 0
@@ -229,14 +230,14 @@ def test_advice_names_what_gains_most_first_and_nothing_in_use(released) -> None
     fields = [line.split("=")[0].split(" ")[0] for line in lines]
     assert {"train.gradient_checkpointing", "data.batch_size", "data.area_px", "model.quantize"} <= set(fields)
     assert not any(line.startswith(("optimizer", "train.ema", "FSDP", "train.trained")) for line in lines)
-    frugal = replace(setup, checkpoint_every=1, batch_size=1, offload_blocks=60, quantize="fp8")
+    frugal = replace(setup, gradient_checkpointing=1, batch_size=1, offload_blocks=60, quantize="fp8")
     assert not any(line.startswith(("train.grad", "train.off", "model.", "data.batch")) for line in advice(frugal))
 
 
 def test_advice_gains_what_it_says(released) -> None:
-    setup = replace(released[0], checkpoint_every=0)
+    setup = replace(released[0], gradient_checkpointing=0)
     line = next(line for line in advice(setup) if line.startswith("train.gradient_checkpointing=true"))
-    difference = estimate(setup).total - estimate(replace(setup, checkpoint_every=1)).total
+    difference = estimate(setup).total - estimate(replace(setup, gradient_checkpointing=1)).total
     assert line == f"train.gradient_checkpointing=true: {difference / 1e9:.1f} GB less"
 
 
@@ -278,9 +279,11 @@ def test_what_processes_cannot_share_is_refused(setting: str) -> None:
 
 
 def test_running_out_of_memory_is_explained_with_what_to_do(released) -> None:
-    setup = replace(released[0], checkpoint_every=0)
-    error = out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee docs"), setup)
-    assert isinstance(error, QieError) and error.exit_code == 1
+    setup = replace(released[0], gradient_checkpointing=0)
+    with pytest.raises(QieError) as caught, explained_memory(setup):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee docs")
+    error = caught.value
+    assert error.exit_code == 1
     assert str(error).splitlines()[0] == "the device is out of memory"
     assert f"about {estimate(setup).total / 1e9:.1f} GB" in str(error.expected)
     assert error.found == "CUDA out of memory. Tried to allocate 2 GiB."

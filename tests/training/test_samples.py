@@ -237,9 +237,9 @@ def test_qie_predict_frees_the_text_encoder_before_it_loads_the_transformer(
 
     seen = []
 
-    def load(*arguments):
+    def load(*arguments, **how):
         seen.append(text_encoders())
-        return load_transformer(*arguments)
+        return load_transformer(*arguments, **how)
 
     monkeypatch.setattr(qie.inference, "load_transformer", load)
     before = text_encoders()

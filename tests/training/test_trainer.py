@@ -20,7 +20,7 @@ from qie.shards.shard_set import ShardSet
 from qie.training.loop import unheeded
 from qie.training.model import trainable
 from qie.training.model.blocks import compile_blocks
-from qie.training.model.lora import adapter_state, add_lora, load_adapter
+from qie.training.model.lora import adapter_tensors, add_lora, load_adapter
 from qie.training.objective import Objective
 from qie.training.run import Run
 from qie.training.telling.card import read_run
@@ -125,7 +125,7 @@ def test_the_average_is_that_of_the_formula(bench: Bench, tmp_path: Path, monkey
 
     def remember(run: Run):
         if run.step == 0:
-            state = adapter_state(run.trainable.transformer)
+            state = adapter_tensors(run.trainable.transformer)
             first.update({f"transformer.{name}": tensor.clone() for name, tensor in state.items()})
         return take_step(run)
 
@@ -269,8 +269,8 @@ def test_a_checkpoint_loads_into_an_adapter_of_the_same_configuration(
     transformer = transformer_of(tiny_edit)
     config = load_config(str(bench.folder / "config.yaml"), ())
     add_lora(transformer, config.model.lora, seed=7)
-    load_adapter(transformer, checkpoint(plain, 4))
+    load_adapter(adapter_tensors(transformer), checkpoint(plain, 4))
     saved = load_file(checkpoint(plain, 4) / ADAPTER)
-    state = {f"transformer.{name}": tensor for name, tensor in adapter_state(transformer).items()}
+    state = {f"transformer.{name}": tensor for name, tensor in adapter_tensors(transformer).items()}
     assert state.keys() == saved.keys()
     assert all(torch.equal(state[name], saved[name]) for name in saved)

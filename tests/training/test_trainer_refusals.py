@@ -24,7 +24,7 @@ from qie.training import resuming
 from qie.training import run as run_module
 from qie.training.checkpoint import read_state
 from qie.training.model import trainable
-from qie.training.model.lora import adapter_state
+from qie.training.model.lora import adapter_tensors
 from qie.training.objective import Losses, Objective
 from qie.training.resuming import OPTIMIZER_FILE
 from qie.training.run import Run
@@ -86,7 +86,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_sample_and_changes_no_w
     assert not any(key[:12] in message for key in {*keys[4], *keys[5][:-1]} - {keys[5][-1]})
     assert names(tmp_path) == ["checkpoint-000002"] and read_state(checkpoint(tmp_path, 2))["step"] == 2
     saved = load_file(checkpoint(tmp_path, 2) / ADAPTER)
-    for name, tensor in adapter_state(runs[-1].trainable.transformer).items():
+    for name, tensor in adapter_tensors(runs[-1].trainable.transformer).items():
         assert torch.equal(tensor, saved[f"transformer.{name}"]), name
 
     # What the message says can be done, can be done.

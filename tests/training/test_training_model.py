@@ -11,7 +11,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from qie.config import AdapterConfig, LoraConfig
 from qie.data.sources import open_source
 from qie.errors import ConfigError
-from qie.training.model.load import train_everything
+from qie.training.model.load import train_all_weights
 from qie.training.model.lora import add_frozen_adapters, add_lora, save_adapter
 from tests.training.adapters import batch_of, call, one_batch, transformer_of
 
@@ -76,7 +76,7 @@ def test_an_attention_backend_that_cannot_be_used_is_refused_with_the_reason(tin
 def test_all_weights_can_be_trained_in_a_dtype_of_their_own(tiny_edit: Path) -> None:
     transformer = transformer_of(tiny_edit)
     assert not any(parameter.requires_grad for parameter in transformer.parameters())
-    train_everything(transformer, torch.bfloat16)
+    train_all_weights(transformer, torch.bfloat16)
     assert all(parameter.requires_grad for parameter in transformer.parameters())
     assert {parameter.dtype for parameter in transformer.parameters()} == {torch.bfloat16}
 
@@ -84,7 +84,7 @@ def test_all_weights_can_be_trained_in_a_dtype_of_their_own(tiny_edit: Path) -> 
 @pytest.mark.parametrize("kind", ["fp8", "nf4"])
 def test_quantised_weights_are_not_trained_themselves(tiny_edit: Path, kind) -> None:
     with pytest.raises(ConfigError, match="quantised"):
-        train_everything(transformer_of(tiny_edit, quantize=kind), torch.float32)
+        train_all_weights(transformer_of(tiny_edit, quantize=kind), torch.float32)
 
 
 def test_weights_that_adapters_lie_on_are_not_trained_themselves(tiny_edit: Path, tmp_path: Path) -> None:
@@ -94,4 +94,4 @@ def test_weights_that_adapters_lie_on_are_not_trained_themselves(tiny_edit: Path
     transformer = transformer_of(tiny_edit)
     add_frozen_adapters(transformer, [AdapterConfig(path=str(tmp_path))])
     with pytest.raises(ConfigError, match="merge"):
-        train_everything(transformer, torch.float32)
+        train_all_weights(transformer, torch.float32)

@@ -29,7 +29,7 @@ def checkpointed_blocks(blocks: int, every: int, offload: int = 0) -> list[int]:
     return sorted(chosen | set(offloaded_blocks(blocks, offload)))
 
 
-def checkpoint_blocks(
+def checkpoint_activations(
     transformer: QwenImageTransformer2DModel, every: int, offload: int = 0, device: torch.device | None = None
 ) -> None:
     """Compute the activations of some blocks again in the backward pass instead of keeping them.

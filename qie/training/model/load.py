@@ -1,17 +1,27 @@
-"""The transformer, loaded as it was released."""
+"""The transformer and its files: loaded frozen, built without weights, found in a checkpoint, saved."""
 
 from __future__ import annotations
 
 import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName
+from huggingface_hub import save_torch_state_dict
 
-from qie.errors import ConfigError
-from qie.pretrained import PretrainedModel, loading
-from qie.training.model.quantize import Quantization, is_quantized, quantize_blocks
+from qie.config import Quantization
+from qie.errors import ConfigError, UsageError
+from qie.pretrained import PretrainedModel, loading, read_json
+from qie.training.model.adapter_file import ADAPTER_FILE
+from qie.training.model.quantize import is_quantized, quantize_blocks
+from qie.training.model.sharding import TensorFiles
+
+TRANSFORMER_FOLDER = "transformer"
+_FILES = "diffusion_pytorch_model{suffix}.safetensors"
 
 
 def load_transformer(
@@ -26,15 +36,15 @@ def load_transformer(
 
     Args:
         pretrained: with a transformer.
-        dtype: of the weights; of a quantised layer, that in which it computes.
+        dtype: of the weights; a quantised layer computes in it.
         quantize: how the blocks' linear layers are stored, see `quantize_blocks`.
         attention_backend: a backend of diffusers that can be trained with; None leaves the choice to diffusers, which
             has one for the whole process. Some, such as flash, take no mask: with them a batch is one sample.
-        device: where the blocks' linear layers are quantised, and stay.
+        device: the blocks' linear layers are quantised there, and stay there.
 
     Raises:
         ModelError: it cannot be loaded.
-        ConfigError: a package is missing, or there is no such backend.
+        ConfigError: a package is missing, or no such backend exists.
     """
     if attention_backend is not None:
         _check_attention_backend(attention_backend)
@@ -51,6 +61,30 @@ def load_transformer(
             where, found = "model.attention_backend", f"{attention_backend}: {error}"
             raise ConfigError("the attention backend cannot be used here", where=where, found=found) from error
     return transformer
+
+
+def _check_attention_backend(name: str) -> None:
+    names = [backend.value for backend in AttentionBackendName if "sage" not in backend.value]
+    # Those of the hub are programs that are downloaded to be run.
+    names = [other for other in names if not other.endswith("_hub")]
+    if name not in names:
+        known = name in [backend.value for backend in AttentionBackendName]
+        raise ConfigError(
+            "this attention backend downloads its program, or cannot be trained with"
+            if known
+            else "no such attention backend",
+            where="model.attention_backend",
+            expected=", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names),
+            found=name,
+        )
+
+
+def empty_transformer(pretrained: PretrainedModel) -> QwenImageTransformer2DModel:
+    """The model's transformer without its weights, on the meta device, frozen. Adapters can be added to it."""
+    folder = pretrained.component("transformer")
+    config = read_json(folder / "config.json")
+    with loading(folder), torch.device("meta"):
+        return QwenImageTransformer2DModel.from_config(config).requires_grad_(False)
 
 
 def load_scheduler(pretrained: PretrainedModel) -> FlowMatchEulerDiscreteScheduler:
@@ -71,12 +105,12 @@ def load_shift(pretrained: PretrainedModel) -> dict[str, Any]:
     }
 
 
-def train_everything(transformer: QwenImageTransformer2DModel, dtype: torch.dtype) -> None:
+def train_all_weights(transformer: QwenImageTransformer2DModel, dtype: torch.dtype) -> None:
     """Make all weights trainable, kept in `dtype`.
 
     Raises:
-        ConfigError: they are quantised, and steps are smaller than what is between two values; or there are adapters,
-            which would no longer fit the weights that they were made for.
+        ConfigError: the weights are quantised, and an optimizer's steps are smaller than the gap between two values; or
+            adapters lie on them, which would no longer fit the weights that they were made for.
     """
     if getattr(transformer, "peft_config", None):
         raise ConfigError(
@@ -94,23 +128,56 @@ def train_everything(transformer: QwenImageTransformer2DModel, dtype: torch.dtyp
             found="model.lora is null",
         )
     for parameter in transformer.parameters():
-        # A copy in any case: what is read from a file lies there as its header lets it, and on a CPU the last bits of a
-        # product depend on that. A run that goes on has read them from another file.
+        # Always a copy: a tensor read from a file lies where the file's header puts it, and on a CPU the last bits of a
+        # product depend on that. A resumed run reads it from another file.
         parameter.data = parameter.data.to(dtype, copy=True)
     transformer.requires_grad_(True)
 
 
-def _check_attention_backend(name: str) -> None:
-    names = [backend.value for backend in AttentionBackendName if "sage" not in backend.value]
-    # Those of the hub are programs that are downloaded to be run.
-    names = [other for other in names if not other.endswith("_hub")]
-    if name not in names:
-        known = name in [backend.value for backend in AttentionBackendName]
-        raise ConfigError(
-            "this attention backend downloads its program, or cannot be trained with"
-            if known
-            else "no such attention backend",
-            where="model.attention_backend",
-            expected=", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names),
-            found=name,
+def open_transformer(folder: Path, base: PretrainedModel) -> PretrainedModel:
+    """The transformer in a checkpoint of a run that trained all weights, as a model that has no other component.
+
+    Raises:
+        UsageError: `folder` has none, or it does not fit the `base` model.
+    """
+    folder = folder.parent if folder.name == TRANSFORMER_FOLDER else folder
+    if not (folder / TRANSFORMER_FOLDER / "config.json").is_file():
+        is_adapter = (folder / ADAPTER_FILE).is_file()
+        raise UsageError(
+            "no transformer in this folder",
+            where=folder,
+            expected="transformer/config.json",
+            found="an adapter" if is_adapter else None,
+            hint="give it as --lora" if is_adapter else "give a checkpoint of a run that trained all weights",
         )
+    trained = PretrainedModel(folder, base.family)
+    theirs, ours = (read_json(part.component("transformer") / "config.json") for part in (trained, base))
+    for name in ("in_channels", "out_channels", "joint_attention_dim"):
+        if theirs.get(name) != ours.get(name):
+            raise UsageError(
+                "the transformer is another model's",
+                where=folder,
+                expected=f"{name} {ours.get(name)}",
+                found=theirs.get(name),
+            )
+    return trained
+
+
+def save_transformer(transformer: QwenImageTransformer2DModel, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write `state`, whole tensors by the names of parameters, and the transformer's configuration.
+
+    The layout is that of diffusers: `QwenImageTransformer2DModel.from_pretrained(folder)` loads it.
+    """
+    folder.mkdir(parents=True)
+    transformer.save_config(folder)
+    # FSDP puts a class of its own before the one that diffusers knows.
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("_name_or_path", None)  # a place on this machine
+    config |= {"_class_name": QwenImageTransformer2DModel.__name__}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    save_torch_state_dict(dict(state), folder, filename_pattern=_FILES, max_shard_size="10GB")
+
+
+def read_transformer(folder: Path) -> TensorFiles:
+    """The tensors that `save_transformer` wrote."""
+    return TensorFiles(sorted(folder.glob(_FILES.format(suffix="*"))))

@@ -1,10 +1,11 @@
-"""Adapters on the transformer: one that is trained, others that stay as they are; saved in the format of diffusers."""
+"""Adapters on the transformer: one that is trained and saved, others that stay frozen, one merged into the weights."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,15 +17,28 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from qie.config import AdapterConfig
 from qie.config import LoraConfig as LoraSection
-from qie.errors import ConfigError, QieError
+from qie.errors import ConfigError, QieError, UsageError
 from qie.paths import local_path
-from qie.training.model.lora_file import ADAPTER_FILE, PREFIX, explained, read_lora, scale_of, settings_of
-from qie.training.model.sharding import fill, keep_from_ddp, whole
+from qie.pretrained import PretrainedModel, loading
+from qie.training.model.adapter_file import (
+    ADAPTER_FILE,
+    PREFIX,
+    AdapterFile,
+    explained_adapter,
+    find_adapter,
+    read_adapter,
+    scale_of,
+    settings_of,
+)
+from qie.training.model.load import load_transformer
+from qie.training.model.sharding import all_whole, fill, keep_from_ddp
 
 _TRAINED = "default"
 
@@ -38,7 +52,7 @@ def add_lora(
 ) -> None:
     """Add a trainable adapter, kept in `dtype`, that begins from `seed` or from the weights of another.
 
-    What it begins with is a function of section and seed, and leaves torch's own random numbers as they were.
+    Its first weights are a function of section and seed. torch's own random numbers stay as they were.
 
     Raises:
         ConfigError: a target names no module, and the nearest names are given; or the adapter to continue from is
@@ -70,79 +84,74 @@ def add_lora(
         cast_training_params(transformer, dtype=dtype)
         for layer in transformer.modules():
             if _TRAINED in getattr(layer, "lora_A", {}):
-                _start(layer, section)
+                _initialise(layer, section)
     if section.continue_from is not None:
         _continue_from(transformer, section, local_path(section.continue_from))
 
 
 def add_frozen_adapters(transformer: QwenImageTransformer2DModel, adapters: Sequence[AdapterConfig]) -> None:
-    """Add adapters that take part in what the transformer computes, each at its scale, but are not trained or saved.
+    """Add adapters that are part of the transformer, each at its scale, but are neither trained nor saved.
 
-    Before or after `add_lora`. Weights that are all trained take no adapters: see `train_everything`.
+    Before or after `add_lora`. Weights that are all trained take no adapters: see `train_all_weights`.
 
     Raises:
-        ConfigError: one cannot be read, or has tensors for modules that the transformer lacks.
+        ConfigError: an adapter cannot be read, or does not fit the transformer.
     """
-    modules = {name for name, _ in transformer.named_modules()}
     names = [f"frozen_{number}" for number in range(len(adapters))]
     for number, (name, adapter) in enumerate(zip(names, adapters, strict=True)):
         key = f"model.adapters.{number}.path"
-        lora = read_lora(local_path(adapter.path), key)
-        if foreign := sorted(tensor for tensor in lora.tensors if tensor.partition(".lora_")[0] not in modules):
-            raise ConfigError(
-                "the adapter has tensors for modules that the transformer lacks",
-                where=lora.file,
-                expected="a LoRA of this model",
-                found=f"{len(foreign)} of {len(lora.tensors)} tensors, such as {foreign[0]}",
-                hint=f"correct {key}",
-            )
-        # What stays as it is drops nothing.
-        metadata = None if lora.metadata is None else lora.metadata | {"lora_dropout": 0.0}
-        with _seeded(0), explained("the adapter cannot be added to the transformer", lora.file, key):
-            transformer.load_lora_adapter(lora.tensors, prefix=None, adapter_name=name, metadata=metadata)
+        _attach(transformer, read_adapter(local_path(adapter.path), key), name, key)
     if names:
         transformer.set_adapters(names, [adapter.scale for adapter in adapters])
         _activate(transformer)
 
 
-def adapter_state(transformer: QwenImageTransformer2DModel) -> dict[str, torch.Tensor]:
-    """The trained adapter's tensors, whole and on the CPU. Every process has to ask, since each may hold a part."""
-    return {name: whole(tensor) for name, tensor in _tensors(transformer).items()}
+def adapter_tensors(
+    transformer: QwenImageTransformer2DModel,
+    values: Mapping[str, torch.Tensor] | None = None,
+    *,
+    adapter: str = _TRAINED,
+) -> dict[str, torch.Tensor]:
+    """The adapter's parameters, by their names in a file: the same memory, perhaps sharded.
+
+    Args:
+        transformer: has the adapter.
+        values: other tensors by the names of the parameters, such as averages.
+        adapter: by default the one that is trained.
+    """
+    if values is None:
+        values = {name: tensor.detach() for name, tensor in transformer.named_parameters() if ".lora_" in name}
+    return dict(get_peft_model_state_dict(transformer, dict(values), adapter))
 
 
 def save_adapter(
-    transformer: QwenImageTransformer2DModel, folder: Path, state: Mapping[str, torch.Tensor] | None = None
+    transformer: QwenImageTransformer2DModel, folder: Path, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> None:
     """Write the adapter in the format of diffusers: `pipe.load_lora_weights(folder)` loads it, scale and kind included.
 
     Args:
         transformer: has the adapter.
         folder: gets the file.
-        state: other values of `adapter_state`, such as averages, or gathered before; None: the adapter's own.
+        tensors: by their names in a file, whole; None: those of the adapter, for which every process has to ask.
     """
     settings = settings_of(transformer.peft_config[_TRAINED].to_dict())
     metadata = {PREFIX + name: value for name, value in settings.items()}
-    tensors = adapter_state(transformer) if state is None else state
+    found = all_whole(adapter_tensors(transformer), wanted=True) if tensors is None else tensors
     # Not `save_lora_weights`: that adds a second entry, and safetensors writes entries in an order that varies.
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
-        {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()},
+        {PREFIX + name: tensor.contiguous() for name, tensor in found.items()},
         folder / ADAPTER_FILE,
         {LORA_ADAPTER_METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True)},
     )
 
 
-def load_adapter(transformer: QwenImageTransformer2DModel, folder: Path) -> None:
-    """Put a saved adapter's weights into the adapter that `transformer` has.
+def load_adapter(mine: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Fill tensors, by their names in a file, from a checkpoint's adapter: those of `adapter_tensors`, or averages.
 
     Raises:
         QieError: the file's tensors are not those of this adapter.
     """
-    fill_adapter(_tensors(transformer), folder)
-
-
-def fill_adapter(mine: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """The same, into tensors by their names in a file, such as averages."""
     file = folder / ADAPTER_FILE
     saved = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
     if difference := _difference(saved, mine):
@@ -157,15 +166,15 @@ def fill_adapter(mine: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def _continue_from(transformer: QwenImageTransformer2DModel, section: LoraSection, path: Path) -> None:
-    lora = read_lora(path, "model.lora.continue_from")
-    mine = _tensors(transformer)
+    lora = read_adapter(path, "model.lora.continue_from")
+    mine = adapter_tensors(transformer)
     ours, theirs = scale_of(transformer.peft_config[_TRAINED].to_dict()), lora.scale
     difference = _difference(lora.tensors, mine)
     if not difference and (theirs is None or abs(ours - theirs) > 1e-6 * abs(ours)):
         difference = f"it is scaled by {'several numbers' if theirs is None else format(theirs, 'g')}"
     if difference:
         rank = section.r**0.5 if section.use_rslora else section.r
-        alpha = "" if theirs is None else f"; with this rank, lora_alpha is to be {theirs * rank:g}"
+        alpha = "" if theirs is None else f"; with this rank, lora_alpha has to be {theirs * rank:g}"
         raise ConfigError(
             "the adapter to continue from is not one of model.lora",
             where=f"model.lora.continue_from, {lora.file}",
@@ -173,7 +182,7 @@ def _continue_from(transformer: QwenImageTransformer2DModel, section: LoraSectio
             found=difference,
             hint="set r, target_modules, use_dora and use_rslora of model.lora as they were for that adapter" + alpha,
         )
-    with explained("the adapter cannot be continued from", lora.file, "model.lora.continue_from"):
+    with explained_adapter("the adapter cannot be continued from", lora.file, "model.lora.continue_from"):
         fill(mine, lora.tensors)
 
 
@@ -193,19 +202,9 @@ def _difference(saved: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tens
     return "; ".join(found)
 
 
-def as_saved(transformer: QwenImageTransformer2DModel, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Values by the names of the trained adapter's parameters, by their names in a file instead: the same memory."""
-    return dict(get_peft_model_state_dict(transformer, dict(values), _TRAINED))
-
-
-def _tensors(transformer: QwenImageTransformer2DModel) -> dict[str, torch.Tensor]:
-    """The trained adapter's parameters by their names in a file: the same memory."""
-    parameters = {name: tensor.detach() for name, tensor in transformer.named_parameters() if ".lora_" in name}
-    return as_saved(transformer, parameters)
-
-
-def _start(layer: Any, section: LoraSection) -> None:
-    """What peft computes in the base layer's dtype, here in the adapter's: a fresh adapter changes nothing, exactly."""
+def _initialise(layer: Any, section: LoraSection) -> None:
+    """Compute first weights in the adapter's dtype, where peft uses the base layer's: a new adapter changes nothing,
+    exactly."""
     down, up = layer.lora_A[_TRAINED].weight, layer.lora_B[_TRAINED].weight
     if section.init_lora_weights == "orthogonal":
         # As peft's `orthogonal_init`: A and B lie in the two halves of one orthogonal basis, and so BA is zero.
@@ -219,7 +218,7 @@ def _start(layer: Any, section: LoraSection) -> None:
 
 
 def _activate(transformer: QwenImageTransformer2DModel) -> None:
-    """Let all adapters take part, and train one."""
+    """Switch all adapters on, and train one."""
     names = list(transformer.peft_config)
     transformer.set_adapter(names)
     for name, parameter in transformer.named_parameters():
@@ -241,11 +240,88 @@ def _require_targets(transformer: QwenImageTransformer2DModel, targets: list[str
             )
 
 
+def _attach(transformer: QwenImageTransformer2DModel, lora: AdapterFile, name: str, key: str) -> None:
+    """Load an adapter beside the weights, all of it: diffusers only warns of tensors that have no place.
+
+    Its dropout is none of its settings: what is not trained drops nothing.
+    """
+    modules = {name for name, _ in transformer.named_modules()}
+    with _seeded(0), explained_adapter("the adapter does not fit this model", lora.file, key):
+        if foreign := sorted(tensor for tensor in lora.tensors if tensor.partition(".lora_")[0] not in modules):
+            raise ValueError(f"{len(foreign)} of {len(lora.tensors)} tensors have no layer, such as {foreign[0]}")
+        transformer.load_lora_adapter(lora.tensors, prefix=None, adapter_name=name, metadata=lora.settings)
+        if other := sorted(adapter_tensors(transformer, adapter=name).keys() ^ lora.tensors.keys()):
+            raise ValueError(f"{len(other)} tensors that only one of both has, such as {other[0]}")
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Within, torch's random numbers on the CPU begin from `seed`, and peft does not warn of what is meant."""
+    """Within, torch's random numbers on the CPU begin from `seed`, and peft is silent about what is intended."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
         torch.default_generator.manual_seed(seed)
         yield
+
+
+def merge_adapter(
+    pretrained: PretrainedModel, place: Path, output: Path, dtype: torch.dtype | None = None, scale: float = 1.0
+) -> None:
+    """Write the transformer of `pretrained` with the adapter of `place` (see `find_adapter`) merged into its weights.
+
+    `output` becomes a folder that `QwenImageTransformer2DModel.from_pretrained` loads. It is written aside and renamed.
+    The whole transformer is in host memory at once: 41 GB for 20 B parameters in bfloat16. The disk takes as much.
+
+    Args:
+        dtype: of the weights; None for that in which they are stored.
+        scale: strength of the adapter, as in diffusers' `fuse_lora`.
+
+    Raises:
+        UsageError: `output` exists, no adapter is found, or it does not fit the model.
+        QieError: the merged weights are not finite, or cannot be written.
+    """
+    if output.exists():
+        raise UsageError("the output exists already", where=output, hint="remove it, or choose another")
+    key = "the path of the adapter"
+    lora = read_adapter(find_adapter(place), key)
+    transformer = load_transformer(pretrained, dtype or _stored_dtype(pretrained.component("transformer")))
+    _attach(transformer, lora, "merged", key)
+    _fuse(transformer, lora, scale)
+    transformer.unload_lora()
+    with _written_aside(output) as partial:
+        transformer.save_pretrained(partial, safe_serialization=True)
+
+
+def _fuse(transformer: QwenImageTransformer2DModel, lora: AdapterFile, scale: float) -> None:
+    """As `fuse_lora` of diffusers, but each layer in float32 and rounded once: DoRA divides lengths of rows."""
+    for name, layer in transformer.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            stored = layer.get_base_layer().weight.dtype
+            layer.float()
+            layer.scale_layer(scale)
+            try:
+                layer.merge(safe_merge=True)
+            except ValueError as error:
+                raise QieError("a merged weight is not finite", where=f"{lora.file}, {name}", found=error) from error
+            layer.to(stored)
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of a component's first weight."""
+    with loading(folder), safe_open(min(folder.glob("*.safetensors")), framework="pt") as file:
+        return file.get_tensor(min(file.keys())).dtype  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _written_aside(output: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `output` when all has gone well and goes away otherwise."""
+    partial = output.with_name(f"{output.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(output)
+    except (OSError, SafetensorError) as error:
+        raise QieError("the merged transformer cannot be written", where=output, found=error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
 
+from qie.config import Quantization
 from qie.errors import ConfigError
-
-Quantization = Literal["fp8", "int8", "nf4"]
 
 
 def quantize_blocks(

@@ -15,14 +15,19 @@ from torch.distributed.tensor import DTensor
 from qie.config import Config
 from qie.pretrained import PretrainedModel
 from qie.training.checkpoint import explained_damage
-from qie.training.memory import empty_transformer
-from qie.training.model.blocks import checkpoint_blocks, compile_blocks
+from qie.training.model.adapter_file import ADAPTER_FILE
+from qie.training.model.blocks import checkpoint_activations, compile_blocks
 from qie.training.model.ema import Ema
-from qie.training.model.load import load_transformer, train_everything
-from qie.training.model.lora import add_frozen_adapters, add_lora, as_saved, fill_adapter, save_adapter
-from qie.training.model.lora_file import ADAPTER_FILE
-from qie.training.model.sharding import all_whole, fill, reshard
-from qie.training.model.weights import not_finite, read_transformer, require_finite, save_transformer
+from qie.training.model.load import (
+    TRANSFORMER_FOLDER,
+    empty_transformer,
+    load_transformer,
+    read_transformer,
+    save_transformer,
+    train_all_weights,
+)
+from qie.training.model.lora import adapter_tensors, add_frozen_adapters, add_lora, load_adapter, save_adapter
+from qie.training.model.sharding import all_whole, fill, not_finite, require_finite, reshard
 
 TRAINED, EMA = "trained", "ema"
 """The groups of tensors in a checkpoint: the trained weights, and in a folder `ema` their averages, laid out alike."""
@@ -67,7 +72,7 @@ class TrainableModel:
         )
         every = int(section.gradient_checkpointing)
         if every or section.offload_blocks:
-            checkpoint_blocks(self.transformer, every, section.offload_blocks, device)
+            checkpoint_activations(self.transformer, every, section.offload_blocks, device)
         if section.compile:
             compile_blocks(self.transformer)
         self.model: torch.nn.Module = self.transformer
@@ -131,7 +136,7 @@ class TrainableModel:
             if self._lora:
                 save_adapter(self.transformer, place, values)
             else:
-                save_transformer(self.transformer, place / "transformer", values)
+                save_transformer(self.transformer, place / TRANSFORMER_FOLDER, values)
 
     def load(self, folder: Path) -> None:
         """Fill the trained weights and their averages from a checkpoint; every process calls it, after `prepare`.
@@ -140,14 +145,14 @@ class TrainableModel:
             QieError: the checkpoint is damaged, or of another adapter; names the file.
         """
         for group, values in self._groups().items():
-            place, name = _place(folder, group), ADAPTER_FILE if self._lora else "transformer"
+            place, name = _place(folder, group), ADAPTER_FILE if self._lora else TRANSFORMER_FOLDER
             if group == TRAINED and not self._lora and folder == self._weights:
                 continue  # the transformer was loaded from there
             with explained_damage(folder, EMA if group == EMA else name):
                 if self._lora:
-                    fill_adapter(values, place)
+                    load_adapter(values, place)
                 else:
-                    fill(values, read_transformer(place / "transformer"))
+                    fill(values, read_transformer(place / TRANSFORMER_FOLDER))
 
     def release(self) -> None:
         """Drop the wrapper for several processes."""
@@ -158,7 +163,9 @@ class TrainableModel:
         found: dict[str, Tensors] = {TRAINED: {name: weight.detach() for name, weight in self.parameters.items()}}
         if self._ema:
             found[EMA] = self._ema.averages
-        return {group: as_saved(self.transformer, values) if self._lora else values for group, values in found.items()}
+        if self._lora:
+            return {group: adapter_tensors(self.transformer, values) for group, values in found.items()}
+        return found
 
 
 def _place(folder: Path, group: str) -> Path:
@@ -184,11 +191,11 @@ def _all_trained(pretrained: PretrainedModel, config: Config, weights: Path | No
     """The base model's transformer, or that of the checkpoint `weights`, with all weights trainable."""
     trained, backend = getattr(torch, config.train.trained_dtype), config.model.attention_backend
     source = PretrainedModel(weights, pretrained.family) if weights else pretrained
-    with explained_damage(weights, "transformer") if weights else nullcontext():
+    with explained_damage(weights, TRANSFORMER_FOLDER) if weights else nullcontext():
         transformer = load_transformer(source, trained, attention_backend=backend)
         if weights:
-            _require_same_layers(transformer, pretrained, weights / "transformer")
-    train_everything(transformer, trained)
+            _require_same_layers(transformer, pretrained, weights / TRANSFORMER_FOLDER)
+    train_all_weights(transformer, trained)
     return transformer
 
 

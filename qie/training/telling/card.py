@@ -25,7 +25,7 @@ from qie.errors import QieError
 from qie.paths import local_path
 from qie.recipe import FAMILIES
 from qie.stores import LocalFolder
-from qie.training.model.lora_file import ADAPTER_FILE
+from qie.training.model.adapter_file import ADAPTER_FILE
 
 RUN_FILE = "run.json"
 CARD_FILE = "README.md"

@@ -1,0 +1,263 @@
+"""An adapter in a file: found, read, checked against a model, written for other programs.
+
+**ComfyUI** takes the factors of a linear layer from `<layer>.lora_down.weight` [r, in], `<layer>.lora_up.weight`
+[out, r] and `<layer>.alpha`, and adds alpha / r · up · down to its weight (comfyanonymous/ComfyUI
+comfy/weight_adapter/lora.py, `LoRAAdapter`). `<layer>` is the name of its own model's weight, which begins with
+`diffusion_model.` for any model (comfy/lora.py, `model_lora_keys_unet`); after that prefix, the layers of
+comfy/ldm/qwen_image/model.py have the names that diffusers gives them. ComfyUI reads no metadata: of the file in a
+checkpoint it would take the factors, but not the scale.
+
+**diffusers** strips the same prefix and multiplies the scale into `lora_down` (loaders/lora_conversion_utils.py,
+`_convert_non_diffusers_qwen_lora_to_diffusers`): one file serves both.
+
+**DoRA** has no such file. ComfyUI divides by the length of the base model's rows, not of the changed ones as DoRA does
+(comfy/weight_adapter/base.py, `weight_decompose`), and diffusers drops `dora_scale`: neither would compute what was
+trained. A DoRA is exported for diffusers, or merged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from diffusers import QwenImageEditPipeline, QwenImageTransformer2DModel
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from qie.config import AdapterConfig
+from qie.errors import ConfigError, QieError, UsageError
+from qie.paths import local_path
+from qie.stores import LocalFolder
+from qie.training.checkpoint import find_checkpoint
+
+Format = Literal["diffusers", "comfyui"]
+
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+PREFIX = "transformer."
+"""diffusers puts it before the name of a tensor of the transformer."""
+
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """The content of a file.
+
+    Attributes:
+        file: where it lies.
+        tensors: by their names in the transformer, such as `transformer_blocks.0.attn.to_q.lora_A.weight`.
+        metadata: peft's configuration, if the file has it.
+    """
+
+    file: Path
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, Any] | None
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """See `settings_of`; None when the file has none."""
+        return None if self.metadata is None else settings_of(self.metadata)
+
+    @property
+    def scale(self) -> float | None:
+        """The factor of the product of its matrices; None when it differs from layer to layer.
+
+        Without metadata it is 1: diffusers takes the rank for alpha, and folds other formats' alphas into the weights.
+        """
+        if self.metadata is None:
+            return 1.0
+        return None if self.metadata.get("alpha_pattern") else scale_of(self.metadata)
+
+    def alpha_of(self, layer: str, rank: int) -> float:
+        """The number that, divided by the rank, is the layer's scale."""
+        if self.metadata is None:  # the scale is 1, or was multiplied into the factors
+            return float(rank)
+        alphas = self.metadata.get("alpha_pattern") or {}
+        alpha = float(alphas.get(get_pattern_key(alphas, layer), self.metadata["lora_alpha"]))
+        return alpha * math.sqrt(rank) if self.metadata.get("use_rslora") else alpha
+
+
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+_SCALE = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias")
+_LAYERS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration of peft that say what the adapter computes, and where; not how it was trained.
+
+    Each release of peft has more fields than the one before, and refuses a file with one that it does not know; so
+    fields that are off are left out, too. Empty patterns stay: diffusers 0.35 to 0.39 look them up without asking. Sets
+    have no order of their own: sorted, equal adapters are equal files.
+    """
+    known = {name: config[name] for name in _SCALE + _LAYERS if config.get(name)}
+    known |= {name: config.get(name) or {} for name in _PATTERNS}
+    return {name: sorted(value) if isinstance(value, set) else value for name, value in known.items()}
+
+
+def scale_of(config: Mapping[str, Any]) -> float:
+    """lora_alpha / r, or lora_alpha / √r of rank-stabilised LoRA (arXiv:2312.03732), of a configuration of peft."""
+    return float(config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"]))
+
+
+def read_adapter(path: Path, key: str) -> AdapterFile:
+    """The adapter in a .safetensors file, or in a folder such as a checkpoint.
+
+    It is one of qie, of diffusers, or of another program whose format diffusers reads.
+
+    Raises:
+        ConfigError: no adapter is there, or it cannot be read; names `key`, the place in the configuration.
+    """
+    file = path / ADAPTER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            "no such adapter", where=key, expected=f"a .safetensors file, or a folder with {ADAPTER_FILE}", found=path
+        )
+    with explained_adapter("the adapter cannot be read", file, key):
+        with safe_open(file, framework="pt") as opened:
+            names = list(opened.keys())
+        if any(name.endswith("dora_scale") for name in names):
+            raise ValueError("a DoRA in a format that diffusers reads only in part")
+        tensors, metadata = QwenImageEditPipeline.lora_state_dict(
+            str(file.parent), weight_name=file.name, use_safetensors=True, return_lora_metadata=True
+        )
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    if metadata is not None:
+        metadata = {name.removeprefix(PREFIX): value for name, value in metadata.items()}
+        with explained_adapter("the adapter's metadata cannot be read", file, key):
+            scale_of(metadata)
+    return AdapterFile(file, tensors, metadata)
+
+
+@contextmanager
+def explained_adapter(what: str, file: Path, key: str) -> Iterator[None]:
+    """Turn whatever a library raises about an adapter's file into a ConfigError."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, ArithmeticError, TypeError, RuntimeError, SafetensorError) as error:
+        found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError(what, where=file, found=found, hint=f"correct {key}") from error
+
+
+def find_adapter(place: Path) -> Path:
+    """The adapter's file in a checkpoint, in the latest checkpoint of a run's output folder, or `place` itself.
+
+    Raises:
+        UsageError: no adapter is there.
+    """
+    if place.is_file():
+        return place
+    if (place / ADAPTER_FILE).is_file():
+        return place / ADAPTER_FILE
+    try:
+        latest = find_checkpoint("latest", place) / ADAPTER_FILE
+    except UsageError:
+        latest = None
+    if latest is None or not latest.is_file():
+        raise UsageError(
+            "no adapter found",
+            where=latest or place,
+            expected=f"a .safetensors file, or a folder with {ADAPTER_FILE} or checkpoint-NNNNNN in it",
+            hint="a run that trained all weights has no adapter, but the whole transformer" if latest else None,
+        )
+    return latest
+
+
+def check_adapters(transformer: QwenImageTransformer2DModel, adapters: Sequence[AdapterConfig], key: str) -> None:
+    """Raise UsageError when an adapter does not fit the transformer, which needs no weights: see `empty_transformer`.
+
+    `key` is where adapters are named, for messages.
+    """
+    linears = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, torch.nn.Linear)}
+    for adapter in adapters:
+        lora = read_adapter(local_path(adapter.path), key)
+        if faults := list(_misfits(lora, linears)):
+            raise UsageError(
+                "the adapter does not fit this model",
+                where=lora.file,
+                expected="a LoRA of this model",
+                found=f"{len(faults)} of its {len(lora.tensors)} tensors do not fit; {faults[0]}",
+                hint=f"correct {key}",
+            )
+
+
+def _misfits(lora: AdapterFile, linears: dict[str, torch.nn.Linear]) -> Iterator[str]:
+    if not lora.tensors:
+        yield "it has none"
+    for name, tensor in sorted(lora.tensors.items()):
+        module, _, part = name.partition(".lora_")
+        if module not in linears:
+            yield f"the model has no layer {module}"
+            continue
+        side, features = (1, linears[module].in_features) if part.startswith("A") else (0, linears[module].out_features)
+        if tensor.ndim > 2 or tensor.ndim <= side or tensor.shape[side] != features:
+            yield f"{name} is {list(tensor.shape)}, and the layer has {features} features there"
+
+
+def export_adapter(place: Path, output: Path, format: Format, dtype: torch.dtype | None = None) -> None:
+    """Write the adapter of `place` (see `find_adapter`) as one file that other programs load; see the module.
+
+    Args:
+        place: also a file of another program, in a format that diffusers reads.
+        output: the .safetensors file to write; an existing one is replaced when the new one is complete.
+        format: `comfyui` is for ComfyUI and diffusers; `diffusers` keeps names and scale apart, as in a checkpoint.
+        dtype: of the factors; None for that in which they are stored.
+
+    Raises:
+        UsageError: no adapter is there, it cannot be read, or `format` cannot express it.
+        QieError: a factor does not fit into `dtype`.
+    """
+    if output.suffix != ".safetensors" or output.is_dir():
+        raise UsageError("the adapter cannot be written there", where=output, expected="a file NAME.safetensors")
+    lora = read_adapter(find_adapter(place), "the path of the adapter")
+    metadata = {"format": "pt"}
+    if format == "comfyui":
+        tensors = _comfyui_tensors(lora)
+    else:
+        tensors = {PREFIX + name: tensor for name, tensor in lora.tensors.items()}
+        if settings := lora.settings:
+            prefixed = {PREFIX + name: value for name, value in settings.items()}
+            metadata[LORA_ADAPTER_METADATA_KEY] = json.dumps(prefixed, sort_keys=True)
+    LocalFolder(output.absolute().parent).write(output.name, save(_cast(tensors, dtype, lora.file), metadata))
+
+
+def _comfyui_tensors(lora: AdapterFile) -> dict[str, torch.Tensor]:
+    layers = [name.removesuffix(_DOWN) for name in lora.tensors if name.endswith(_DOWN)]
+    pairs = {layer + end for layer in layers for end in (_DOWN, _UP)}
+    if other := sorted(lora.tensors.keys() ^ pairs):
+        dora = any("lora_magnitude_vector" in name for name in other)
+        raise UsageError(
+            "ComfyUI does not compute DoRA as it was trained" if dora else "the adapter is more than pairs of factors",
+            where=lora.file,
+            expected=f"for each layer {_DOWN[1:]} and {_UP[1:]}, nothing else",
+            found=other[0],
+            hint="merge it into the model, or export it for diffusers" if dora else None,
+        )
+    tensors = {}
+    for layer in layers:
+        down, up = lora.tensors[layer + _DOWN], lora.tensors[layer + _UP]
+        tensors[f"diffusion_model.{layer}.lora_down.weight"] = down
+        tensors[f"diffusion_model.{layer}.lora_up.weight"] = up
+        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(lora.alpha_of(layer, down.shape[0]))
+    return tensors
+
+
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, path: Path) -> dict[str, torch.Tensor]:
+    """The tensors in `dtype`; alphas, which have no axes, stay as exact as they are."""
+    cast = {name: tensor.to(dtype) if dtype and tensor.ndim else tensor for name, tensor in tensors.items()}
+    for name, tensor in cast.items():
+        if not tensor.isfinite().all():
+            raise QieError(
+                "a factor of the adapter is not finite",
+                where=f"{path}, {name}",
+                found=f"absolute values up to {tensors[name].abs().max():.3g}, as {tensor.dtype}",
+                hint="bfloat16 reaches as far as float32" if dtype == torch.float16 else None,
+            )
+    return cast
