@@ -30,8 +30,7 @@ from qie.quantities import human_bytes
 from qie.recipe import Recipe, brief
 from qie.shards.cache import ShardCache
 from qie.shards.index import parse_stem
-from qie.shards.parts import open_parts
-from qie.shards.shard_set import ShardSet
+from qie.shards.shard_set import ShardSet, open_shards
 from qie.shards.storage import find_indexes, gaps
 from qie.stages import quick_turns
 from qie.stores import File, LocalFolder, StoreError, open_folder
@@ -253,8 +252,8 @@ class _Opening:
         """The shards; with `lost`, to which the damaged ones are added, those that can be read, or None."""
         cache, kept_in = self.config.cache, self._kept_in
         if lost is None:
-            return ShardSet(open_parts(indexes, kept_in), cache.verify)
-        parts = list(open_parts(indexes, kept_in, lambda index, error: lost.append((index, error))))
+            return ShardSet(open_shards(indexes, kept_in), cache.verify)
+        parts = list(open_shards(indexes, kept_in, lambda index, error: lost.append((index, error))))
         return ShardSet(parts, cache.verify) if any(len(part.table) for part in parts) else None
 
     def _mixed(

@@ -91,7 +91,7 @@ class Sample:
         loss_mask: [H, W] uint8, 255 is foreground; None when the row has no mask.
         clipped: how many values were finite but beyond FP16's range and were clipped to ±65504.
         thumbnail: the target made small, [h, w, 3] uint8, for people who look at shards; None where the recipe has
-            none, and in what is fetched for training.
+            none.
         notes: what encoding did to the row that its owner may want to know; kept in the index, not in the record.
     """
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 Json = dict[str, Any]
-# In the order of a record's tensors: name in a header -> letter for struct, size in bytes.
+# Name in a header -> letter for struct, size in bytes.
 DTYPES = {"F16": ("e", 2), "U8": ("B", 1), "BOOL": ("B", 1)}
 SAMPLE = {"row", "name", "key", "shape", "tokens", "empty_tokens", "tensor_bytes", "clipped", "notes"}
 SKIPPED = {"row", "name", "reason", "key"}
@@ -141,6 +141,8 @@ def payload(index: Json, key: str, tar: memoryview) -> memoryview:
 def size_of(tensor: Json) -> int:
     if not all(isinstance(extent, int) and extent >= 0 for extent in tensor["shape"]):
         raise ValueError(f"no shape: {tensor['shape']}")
+    if tensor["dtype"] not in DTYPES:
+        raise ValueError(f"no dtype: {tensor['dtype']!r}")
     return prod(tensor["shape"]) * DTYPES[tensor["dtype"]][1]
 
 
@@ -151,7 +153,7 @@ def parse(record: memoryview) -> tuple[Json, dict[str, Json], memoryview]:
         raise ValueError("the header is longer than the record")
     header, data, end = json.loads(bytes(record[8 : 8 + length])), record[8 + length :], 0
     meta = json.loads(header.pop("__metadata__")["qie"])
-    for name, tensor in sorted(header.items(), key=lambda item: ([*DTYPES].index(item[1]["dtype"]), item[0])):
+    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         due = [end, end + size_of(tensor)]
         if tensor["data_offsets"] != due:
             raise ValueError(f"{name} has data_offsets {tensor['data_offsets']} where {due} are due")

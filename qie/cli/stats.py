@@ -153,7 +153,7 @@ def _plan(indexes: Sequence[File], options: dict[str, Any], as_json: bool) -> No
 
 def _compact(indexes: Sequence[File], quiet: bool) -> None:
     from qie.shards.compact import write_compact
-    from qie.shards.parts import compacted
+    from qie.shards.shard_set import compacted
 
     for folder in {index.folder.url: index.folder for index in indexes}.values():
         file = write_compact(folder, compacted(folder))

@@ -24,8 +24,7 @@ from qie.errors import QieError, UsageError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.index import Skipped
-from qie.shards.parts import Part, open_parts
-from qie.shards.shard_set import ShardSet, Verify
+from qie.shards.shard_set import OpenShards, ShardSet, Verify, open_shards
 from qie.shards.storage import published, rows_of
 from qie.shards.table import Columns
 from qie.stores import Folder
@@ -60,7 +59,7 @@ class GrowingSamples:
     say: Callable[[str], object] = lambda line: None
     stop: Callable[[], object] = lambda: None
     covered: int = field(default=0, init=False)
-    _parts: list[Part] = field(default_factory=list, init=False, repr=False)
+    _parts: list[OpenShards] = field(default_factory=list, init=False, repr=False)
     _shards: ShardSet | None = field(default=None, init=False, repr=False)
     _closed: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
 
@@ -116,7 +115,7 @@ class GrowingSamples:
                 self.covered = stop
         if not new:
             return False
-        self._parts += open_parts(new, self.cache)
+        self._parts += open_shards(new, self.cache)
         if any(len(part.table) for part in self._parts):
             shards = ShardSet(self._parts, self.verify)
             if self._shards is not None:

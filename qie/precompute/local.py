@@ -16,7 +16,7 @@ from qie.precompute.work import Settings
 from qie.precompute.workers import Opener, run_workers
 from qie.recipe import Recipe
 from qie.shards.index import read_index
-from qie.shards.parts import require_disjoint
+from qie.shards.shard_set import require_disjoint
 from qie.shards.storage import published, rows_of
 from qie.shards.writer import remove_abandoned
 from qie.stores import File, Folder, LocalFolder, open_folder

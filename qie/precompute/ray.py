@@ -25,7 +25,7 @@ from qie.precompute.report import Progress, Report
 from qie.precompute.work import Settings
 from qie.precompute.workers import Opener
 from qie.recipe import Recipe
-from qie.shards.parts import require_disjoint
+from qie.shards.shard_set import require_disjoint
 from qie.shards.storage import published, rows_of
 from qie.stores import Folder
 

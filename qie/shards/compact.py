@@ -23,7 +23,8 @@ from qie.errors import ShardError
 from qie.recipe import Recipe, canonical_json
 from qie.shards.index import ShardIndex, Skipped, first_fault, is_digest, parse_stem, recipe_fields
 from qie.shards.record import Whole
-from qie.shards.table import COLUMNS, HASH_BYTES, PIXEL_BYTES, Table
+from qie.shards.table import COLUMNS, HASH_BYTES, Table
+from qie.shards.tensors import Sizes, total_bytes
 from qie.stores import File, Folder, MissingError, ObjectFolder
 from qie.types import Shape
 
@@ -218,16 +219,18 @@ def _require_sense(compact: Compact) -> None:
 
 
 def _least_sizes(compact: Compact) -> np.ndarray:
-    """Bytes that the tensors of each sample take, and the length in front of a record. In floats, which do not wrap."""
+    """Bytes that the tensors of each sample take, and the length before a record's header: in floats, as these do not
+    wrap."""
     table = compact.table
-    sides = [(shape, shape.target[0] * shape.target[1]) for shape in table.shape_names]
-    latents = [PIXEL_BYTES * (area + sum(h * w for h, w in shape.controls)) for shape, area in sides]
-    small = [compact.recipe.thumbnail_size(shape) or (0, 0) for shape, _ in sides]
-    fixed = np.array([size + 3 * h * w for size, (h, w) in zip(latents, small, strict=True)], np.float64)
-    areas = np.array([area for _, area in sides], np.float64)
-    embeds = 2.0 * table.widths * (table.tokens.astype(np.float64) + table.empty_tokens - table.prefixes)
-    masks = table.tokens.astype(np.float64) + table.empty_tokens + areas[table.shapes] * table.masked
-    return fixed[table.shapes] + embeds + masks + 8
+    sides = [
+        (*shape.target, sum(h * w for h, w in shape.controls), *(compact.recipe.thumbnail_size(shape) or (0, 0)))
+        for shape in table.shape_names
+    ]
+    height, width, pixels, *thumbnail = np.array(sides, np.float64).reshape(-1, 5)[table.shapes].T
+    tokens, empty, prefix = (column.astype(np.float64) for column in (table.tokens, table.empty_tokens, table.prefixes))
+    return 8.0 + total_bytes(  # type: ignore[no-any-return]
+        Sizes(height, width, pixels, tokens, empty, prefix, table.widths, table.masked, (thumbnail[0], thumbnail[1]))
+    )
 
 
 def _plain(value: Any) -> Any:

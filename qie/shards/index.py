@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from qie.errors import ShardError
 from qie.recipe import LATER, STORED_AS, Recipe, canonical_json, normal_prompt
-from qie.shards.record import FORMAT_VERSION, Whole, tensor_bytes
+from qie.shards.record import FORMAT_VERSION, Whole
+from qie.shards.tensors import tensor_bytes
 from qie.stores import File, MissingError
 from qie.types import Row, Sample, Shape
 

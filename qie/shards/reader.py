@@ -14,7 +14,8 @@ from pathlib import Path
 from qie.errors import ShardError
 from qie.shards.cache import ShardCache
 from qie.shards.index import Entry, ShardIndex, member_name, read_index
-from qie.shards.record import decode
+from qie.shards.record import parse
+from qie.shards.tensors import Sizes
 from qie.stores import File
 from qie.types import Sample, Shape
 
@@ -37,6 +38,16 @@ class Tar:
     _kept_open: bool = field(default=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
+    @cached_property
+    def path(self) -> Path | None:
+        """Where it lies on a local disk; None elsewhere. Asked for with every record."""
+        return self.file.path
+
+    @cached_property
+    def name(self) -> str:
+        """Its path or URL, for messages."""
+        return str(self.file)
+
     def read(self, start: int, stop: int) -> memoryview:
         """The bytes [start, stop), in a buffer that may be written to without reaching the file.
 
@@ -44,7 +55,7 @@ class Tar:
             ShardError: the tar is gone.
             StoreError: it cannot be fetched.
         """
-        path = self.file.path
+        path = self.path
         if start == stop:  # of an empty file there is no map
             return memoryview(bytearray())
         if path is not None:
@@ -64,13 +75,13 @@ class Tar:
 
     def keep_open(self) -> None:
         """Stay readable even after the tar was replaced or deleted. Only on a local disk."""
-        if self.file.path is not None and self.size:
+        if self.path is not None and self.size:
             self._kept_open = True
-            self._mapped(self.file.path)
+            self._mapped(self.path)
 
     def forget_copy(self) -> bool:
         """Drop the cached copy, which turned out to be damaged; whether there may have been one."""
-        if self.cache is None or self.file.path is not None:
+        if self.cache is None or self.path is not None:
             return False
         self.cache.forget(self.sha256)
         return True
@@ -90,14 +101,15 @@ class Tar:
             return mapped
 
 
-def checked_sample(record: memoryview, key: str, shape: Shape, where: str) -> Sample:
+def checked_sample(record: memoryview, key: str, shape: Shape, where: str, sizes: Sizes | None = None) -> Sample:
     """The sample in a record. Raises ShardError when the record is malformed, or not what its index says."""
-    sample = decode(record, where)
-    if sample.key != key:
-        raise ShardError("the record is another sample's", where=where, expected=key, found=sample.key)
-    if sample.shape != shape:
-        raise ShardError("the record has other sizes than the index", where=where, expected=shape, found=sample.shape)
-    return sample
+    parsed = parse(record, where)
+    if parsed.key != key:
+        raise ShardError("the record is another sample's", where=where, expected=key, found=parsed.key)
+    if parsed.shape != shape or sizes not in (None, parsed.sizes):
+        expected, found = [shape, *(sizes or ())], [parsed.shape, *(parsed.sizes if sizes else ())]
+        raise ShardError("the record has other sizes than the index", where=where, expected=expected, found=found)
+    return parsed.sample()
 
 
 class _Maps:

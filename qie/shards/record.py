@@ -7,7 +7,7 @@ offset in a larger file nor hand out tensors without copying them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Any, Literal
@@ -18,20 +18,10 @@ from safetensors import TensorSpec, serialize
 
 from qie.errors import ShardError
 from qie.recipe import canonical_json
-from qie.types import Sample
+from qie.shards.tensors import BY_NAME, CHANNELS, DTYPES, TENSORS, Sizes, stored_tensors
+from qie.types import Sample, Shape
 
 FORMAT_VERSION = 1
-
-_DTYPES = {"F16": torch.float16, "BOOL": torch.bool, "U8": torch.uint8}
-_REQUIRED = {
-    "pixel_latent": ("F16", 4),
-    "control_latent": ("F16", None),
-    "prompt_embed": ("F16", 2),
-    "prompt_embeds_mask": ("BOOL", 1),
-    "empty_prompt_embed": ("F16", 2),
-    "empty_prompt_embeds_mask": ("BOOL", 1),
-}
-_OPTIONAL = {"loss_mask": ("U8", 2), "thumbnail": ("U8", 3)}
 
 Whole = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
 
@@ -56,7 +46,7 @@ class _About:
     clipped: Whole
 
 
-_TENSOR_ENTRY = TypeAdapter(_TensorEntry)
+_TENSOR_ENTRIES = TypeAdapter(dict[str, _TensorEntry])
 _ABOUT = TypeAdapter(_About)
 
 
@@ -66,17 +56,6 @@ def encode(sample: Sample, recipe_digest: str) -> bytes:
     Of the null prompt's embedding only the tail behind `shared_prefix` is stored. Several controls, which may differ in
     size, are stored as one flat tensor with their shapes in the metadata.
     """
-    several = len(sample.control_latent) > 1
-    flat = torch.cat([latent.reshape(-1) for latent in sample.control_latent]) if several else sample.control_latent[0]
-    tensors = {
-        "pixel_latent": sample.pixel_latent,
-        "control_latent": flat,
-        "prompt_embed": sample.prompt_embed,
-        "prompt_embeds_mask": sample.prompt_embeds_mask,
-        "empty_prompt_embed": sample.empty_tail,
-        "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask,
-        **_optional(sample),
-    }
     about = {
         "clipped": sample.clipped,
         "control_shapes": [list(latent.shape) for latent in sample.control_latent],
@@ -88,7 +67,7 @@ def encode(sample: Sample, recipe_digest: str) -> bytes:
     }
     # One metadata entry only: the library writes several in an order that changes from process to process.
     # `serialize` instead of `safetensors.torch.save`, which takes ten times as long to describe small tensors to it.
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    contiguous = {name: tensor.contiguous() for name, tensor in stored_tensors(sample).items()}
     specs = {
         name: TensorSpec(
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -101,8 +80,41 @@ def encode(sample: Sample, recipe_digest: str) -> bytes:
     return bytes(serialize(specs, {"qie": canonical_json(about)}))
 
 
-def decode(record: memoryview, where: str) -> Sample:
-    """The sample in a record. Its tensors share the record's memory.
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A record whose header was parsed and fits its bytes.
+
+    Attributes:
+        key: of its sample.
+        shape: latent sizes of target and controls.
+        sizes: what decides the size of each tensor.
+    """
+
+    key: str
+    shape: Shape
+    sizes: Sizes
+    _about: _About
+    _entries: Mapping[str, _TensorEntry]
+    _body: memoryview
+
+    def sample(self) -> Sample:
+        """The sample; its tensors share the record's memory."""
+        about = self._about
+        tensors = {BY_NAME[name].field or name: _view(entry, self._body) for name, entry in self._entries.items()}
+        flat = tensors.pop("control_latent").view(-1)
+        controls = torch.split(flat, [prod(shape) for shape in about.control_shapes])
+        return Sample(
+            key=about.key,
+            prompt=about.prompt,
+            control_latent=tuple(part.view(shape) for part, shape in zip(controls, about.control_shapes, strict=True)),
+            shared_prefix=about.shared_prefix,
+            clipped=about.clipped,
+            **tensors,  # type: ignore[arg-type]
+        )
+
+
+def parse(record: memoryview, where: str) -> Record:
+    """Check a record's header against itself and the record's length.
 
     Args:
         record: the member's bytes, in a writable buffer (torch takes no other without a warning).
@@ -113,42 +125,18 @@ def decode(record: memoryview, where: str) -> Sample:
     """
     header, body = _split(record, where)
     about = _about(header.pop("__metadata__", None), where)
-    tensors = {name: _tensor(name, entry, body, where) for name, entry in header.items()}
-    _check(tensors, about, where)
-    prompt = tensors["prompt_embed"]
-    return Sample(
-        key=about.key,
-        prompt=about.prompt,
-        pixel_latent=tensors["pixel_latent"],
-        control_latent=_controls(tensors["control_latent"], about.control_shapes, where),
-        prompt_embed=prompt,
-        prompt_embeds_mask=tensors["prompt_embeds_mask"],
-        empty_tail=tensors["empty_prompt_embed"],
-        empty_prompt_embeds_mask=tensors["empty_prompt_embeds_mask"],
-        shared_prefix=about.shared_prefix,
-        loss_mask=tensors.get("loss_mask"),
-        clipped=about.clipped,
-        thumbnail=tensors.get("thumbnail"),
-    )
+    entries = _entries(header, len(body), where)
+    _require_types(entries, where)
+    sizes = _sizes(entries, about, where)
+    _require_shapes(entries, sizes, where)
+    _require_no_gaps(entries, len(body), where)
+    shape = Shape((sizes.height, sizes.width), tuple((h, w) for _, _, h, w in about.control_shapes))
+    return Record(about.key, shape, sizes, about, entries, body)
 
 
-def tensor_bytes(sample: Sample) -> dict[str, int]:
-    """Bytes that each tensor of a sample takes in its record."""
-    stored = {
-        "pixel_latent": sample.pixel_latent.nbytes,
-        "control_latent": sum(latent.nbytes for latent in sample.control_latent),
-        "prompt_embed": sample.prompt_embed.nbytes,
-        "prompt_embeds_mask": sample.prompt_embeds_mask.nbytes,
-        "empty_prompt_embed": sample.empty_tail.nbytes,
-        "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask.nbytes,
-    }
-    return stored | {name: tensor.nbytes for name, tensor in _optional(sample).items()}
-
-
-def _optional(sample: Sample) -> dict[str, torch.Tensor]:
-    """Of the tensors that not every sample has, those that this one has."""
-    found = {"loss_mask": sample.loss_mask, "thumbnail": sample.thumbnail}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+def decode(record: memoryview, where: str) -> Sample:
+    """The sample in a record; see `parse`. Its tensors share the record's memory."""
+    return parse(record, where).sample()
 
 
 def _split(record: memoryview, where: str) -> tuple[dict[str, Any], memoryview]:
@@ -196,67 +184,101 @@ def _about(metadata: object, where: str) -> _About:
         ) from error
 
 
-def _tensor(name: str, entry: Any, body: memoryview, where: str) -> torch.Tensor:
+def _entries(header: dict[str, Any], length: int, where: str) -> dict[str, _TensorEntry]:
+    """The header's tensors, each within a body of `length` bytes and as large as its shape says."""
     try:
-        parsed = _TENSOR_ENTRY.validate_python(entry)
+        entries = _TENSOR_ENTRIES.validate_python(header)
     except ValidationError as error:
-        raise ShardError(f"the header's entry for {name} is malformed", where=where, found=entry) from error
-    dtype, shape, (begin, end) = _DTYPES[parsed.dtype], parsed.shape, parsed.data_offsets
-    if not begin <= end <= len(body):
-        raise ShardError(
-            f"{name} lies outside the record", where=where, expected=f"within {len(body)}", found=[begin, end]
-        )
-    if prod(shape) * dtype.itemsize != end - begin:
-        raise ShardError(
-            f"{name} has a size that its shape does not give", where=where, expected=list(shape), found=end - begin
-        )
-    if begin < end:
-        return torch.frombuffer(body[begin:end], dtype=dtype).view(shape)
-    if not name.startswith("empty_prompt_embed"):  # only a null prompt may be missing, and its tail be shared
-        raise ShardError(f"{name} is empty", where=where, found=list(shape))
-    return torch.empty(shape, dtype=dtype)
-
-
-def _check(tensors: dict[str, torch.Tensor], about: _About, where: str) -> None:
-    """That every tensor is there, of its type and rank, and of the size that the others give it."""
-    for name, (dtype, dimensions) in (_REQUIRED | _OPTIONAL).items():
-        if name not in tensors:
-            if name in _OPTIONAL:
-                continue
-            raise ShardError("a tensor is missing from the record", where=where, expected=name, found=sorted(tensors))
-        tensor = tensors[name]
-        if tensor.dtype != _DTYPES[dtype] or (dimensions is not None and tensor.ndim != dimensions):
+        name = str(error.errors(include_url=False)[0]["loc"][0])
+        raise ShardError(f"the header's entry for {name} is malformed", where=where, found=header[name]) from error
+    for name, entry in entries.items():
+        begin, end = entry.data_offsets
+        if not begin <= end <= length:
             raise ShardError(
-                f"{name} has another type or rank",
+                f"{name} lies outside the record", where=where, expected=f"within {length}", found=[begin, end]
+            )
+        if prod(entry.shape) * DTYPES[entry.dtype].itemsize != end - begin:
+            raise ShardError(
+                f"{name} has a size that its shape does not give",
                 where=where,
-                expected=f"{dtype} of {dimensions or 'any number of'} dimensions",
-                found=f"{tensor.dtype} {list(tensor.shape)}",
+                expected=list(entry.shape),
+                found=end - begin,
             )
-    prompt, empty_tail = tensors["prompt_embed"], tensors["empty_prompt_embed"]
-    if about.shared_prefix > len(prompt):
-        raise ShardError("shared_prefix is longer than the prompt", where=where, found=about.shared_prefix)
-    if prompt.shape[1] != empty_tail.shape[1]:
-        raise ShardError("empty_prompt_embed has another width than prompt_embed", where=where)
-    sizes = {
-        "prompt_embeds_mask": (len(prompt),),
-        "empty_prompt_embeds_mask": (about.shared_prefix + len(empty_tail),),
-        "loss_mask": tuple(tensors["pixel_latent"].shape[-2:]),
-    }
-    for name, size in sizes.items():
-        if name in tensors and tuple(tensors[name].shape) != size:
-            found = list(tensors[name].shape)
+    return entries
+
+
+def _require_types(entries: Mapping[str, _TensorEntry], where: str) -> None:
+    """That the tensors are those of a sample, each of its type, and that none is empty but those that may be."""
+    if unknown := entries.keys() - BY_NAME.keys():
+        raise ShardError("the record has a tensor that the format does not know", where=where, found=sorted(unknown))
+    for stored in TENSORS:
+        entry = entries.get(stored.name)
+        if entry is None:
+            if stored.there is None:
+                raise ShardError(
+                    "a tensor is missing from the record", where=where, expected=stored.name, found=sorted(entries)
+                )
+            continue
+        if entry.dtype != stored.dtype or not (stored.flat or len(entry.shape) == stored.rank):
             raise ShardError(
-                f"{name} has another size than what it masks", where=where, expected=list(size), found=found
+                f"{stored.name} has another type or rank",
+                where=where,
+                expected=f"{stored.dtype} of {'any number of' if stored.flat else stored.rank} dimensions",
+                found=f"{entry.dtype} {list(entry.shape)}",
             )
-    if "thumbnail" in tensors and tensors["thumbnail"].shape[2] != 3:
-        raise ShardError("thumbnail is no RGB image", where=where, found=list(tensors["thumbnail"].shape))
+        if 0 in entry.shape and not stored.may_be_empty:
+            raise ShardError(f"{stored.name} is empty", where=where, found=list(entry.shape))
 
 
-def _controls(stored: torch.Tensor, shapes: Sequence[tuple[int, ...]], where: str) -> tuple[torch.Tensor, ...]:
-    sizes = [prod(shape) for shape in shapes]
-    if not sizes or 0 in sizes or sum(sizes) != stored.numel():
-        raise ShardError(
-            "control_latent does not fit control_shapes", where=where, expected=shapes, found=list(stored.shape)
-        )
-    parts = torch.split(stored.reshape(-1), sizes)
-    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+def _sizes(entries: Mapping[str, _TensorEntry], about: _About, where: str) -> Sizes:
+    """The sizes that latents and embeddings have, and that all tensors should fit."""
+    (*_, height, width), (tokens, token_width) = entries["pixel_latent"].shape, entries["prompt_embed"].shape
+    controls, prefix = about.control_shapes, about.shared_prefix
+    if prefix > tokens:
+        raise ShardError("shared_prefix is longer than the prompt", where=where, found=prefix)
+    fitting = controls and all(shape[:2] == (CHANNELS, 1) and 0 not in shape for shape in controls)
+    if not fitting or sum(map(prod, controls)) != prod(entries["control_latent"].shape):
+        found = list(entries["control_latent"].shape)
+        raise ShardError("control_latent does not fit control_shapes", where=where, expected=controls, found=found)
+    thumbnail = entries["thumbnail"].shape if "thumbnail" in entries else (0, 0, 3)
+    return Sizes(
+        height=height,
+        width=width,
+        control_pixels=sum(h * w for _, _, h, w in controls),
+        tokens=tokens,
+        empty_tokens=prefix + entries["empty_prompt_embed"].shape[0],
+        prefix=prefix,
+        token_width=token_width,
+        masked="loss_mask" in entries,
+        thumbnail=(thumbnail[0], thumbnail[1]),
+    )
+
+
+def _require_shapes(entries: Mapping[str, _TensorEntry], sizes: Sizes, where: str) -> None:
+    for name, entry in entries.items():
+        shape = BY_NAME[name].shape(sizes)
+        if entry.shape != shape and not BY_NAME[name].flat:
+            raise ShardError(
+                f"{name} has another shape than the sample's sizes give it",
+                where=where,
+                expected=list(shape),
+                found=list(entry.shape),
+            )
+
+
+def _require_no_gaps(entries: Mapping[str, _TensorEntry], length: int, where: str) -> None:
+    """That the tensors fill a body of `length` bytes, in whatever order, without gaps or overlaps."""
+    at = 0
+    for begin, end in sorted(entry.data_offsets for entry in entries.values()):
+        if begin != at:
+            raise ShardError("the record has gaps or overlaps between tensors", where=where, expected=at, found=begin)
+        at = end
+    if at != length:
+        raise ShardError("the record has bytes after its tensors", where=where, expected=at, found=length)
+
+
+def _view(entry: _TensorEntry, body: memoryview) -> torch.Tensor:
+    begin, end = entry.data_offsets
+    dtype = DTYPES[entry.dtype]
+    values = torch.frombuffer(body[begin:end], dtype=dtype) if begin < end else torch.empty(0, dtype=dtype)
+    return values.view(entry.shape)

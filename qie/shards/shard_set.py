@@ -1,29 +1,50 @@
-"""Many shards of one recipe as one sequence of samples, ready to be planned and read a million at a time."""
+"""Many shards of one recipe as one sequence of samples, ready to be planned and read a million at a time.
+
+A folder's shards are opened by its compacted index where that is right, else by the index of each.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from qie.errors import ShardError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
+from qie.shards.compact import COMPACT_NAME, Compact, CompactShard, ManifestFolder, read_compact
 from qie.shards.index import Entry, Skipped
-from qie.shards.parts import Part, open_parts, require_disjoint
 from qie.shards.reader import Shard, Tar, checked_sample
-from qie.shards.storage import find_indexes
-from qie.shards.table import PIXEL_BYTES, Columns, Table
+from qie.shards.storage import find_indexes, indexes_in
+from qie.shards.table import Columns, Table
+from qie.stores import File, Folder, StoreError
 from qie.types import Facts, Sample
 
+T = TypeVar("T")
+
 Verify = Literal["off", "first", "always"]
+
+
+@dataclass(frozen=True, eq=False)
+class OpenShards:
+    """Shards of one recipe, and the rows [start, stop) of each. `table` numbers them as they stand in `tars`."""
+
+    recipe: Recipe
+    tars: tuple[Tar, ...]
+    rows: tuple[tuple[int, int], ...]
+    table: Table
+    skipped: tuple[Skipped, ...]
+
+
+Blame = Callable[[File, ShardError], object]
+"""Told of an index that cannot be used, and why."""
 
 
 class ShardSet:
@@ -33,15 +54,15 @@ class ShardSet:
         recipe: of all shards.
         table: what their indexes say of the samples.
         skipped: rows that are not among them.
-        verify: when a record's hash is checked: never, when it is first read, or always. When a record is first read,
-            its header is checked in any case.
+        verify: when a record's hash is checked: never, when it is first read, or always. Its header is checked in any
+            case.
 
     Raises:
         RecipeMismatchError: the shards are of several recipes; says which and how they differ.
         ShardError: two shards claim the same row, or there is no sample at all.
     """
 
-    def __init__(self, parts: Iterable[Part], verify: Verify = "first") -> None:
+    def __init__(self, parts: Iterable[OpenShards], verify: Verify = "first") -> None:
         parts = list(parts)
         require_disjoint((tar.file, rows) for part in parts for tar, rows in zip(part.tars, part.rows, strict=True))
         self.skipped: list[Skipped] = [gone for part in parts for gone in part.skipped]
@@ -69,7 +90,7 @@ class ShardSet:
             verify: see `ShardSet`.
             cache: where remote shards are kept on the local disk; without one, each sample is a request.
         """
-        return cls(open_parts(find_indexes(places), cache), verify)
+        return cls(open_shards(find_indexes(places), cache), verify)
 
     def trust(self, before: ShardSet) -> None:
         """Do not check again what `before` has checked, whose shards are the first ones here."""
@@ -98,7 +119,7 @@ class ShardSet:
 
     def facts(self, position: int) -> Facts:
         """What its index says of a sample."""
-        shape = self.table.shape_names[self.table.shapes[position]]
+        shape = self.table.shape(position)
         masked = bool(self.table.masked[position])
         return Facts(self.table.key(position), shape, int(self.table.tokens[position]), masked)
 
@@ -109,30 +130,28 @@ class ShardSet:
         return [entry for shard in shards for entry in shard.index.samples]
 
     def load(self, position: int) -> Sample:
-        """The sample at a position, 0 to len - 1, its record checked by `verify` and its header in any case.
+        """The sample at a position, 0 to len - 1, its record checked by `verify`, its header and sizes in any case.
 
         Raises:
             ShardError: the record is damaged or another sample's; names shard, key and offset.
             StoreError: it cannot be fetched.
         """
-        tar, start, stop = self._place(position)
-        where = f"{tar.file}, {self.table.key(position)}, at {start}"
-        record = self._record(position, tar, start, stop, where, check=self.verify != "off")
-        shape = self.table.shape_names[self.table.shapes[position]]
-        sample = checked_sample(record, self.table.key(position), shape, where)
-        self._require_layout(position, sample, record, where)
-        self._seen[position] = 1
-        return sample
+        return self._read(position, check=self.verify != "off")
 
     def fetch(self, position: int) -> Sample:
-        """The same, for training: once it was loaded, its tensors are taken from where the index says that they are,
-        without parsing its header, so it has no prompt; nor has it a thumbnail."""
-        if not self._seen[position]:
-            return replace(self.load(position), thumbnail=None)
+        """The same, for training: with `verify="first"`, the record is checked the first time alone."""
+        return self._read(
+            position, check=self.verify == "always" or (self.verify == "first" and not self._seen[position])
+        )
+
+    def _read(self, position: int, *, check: bool) -> Sample:
         tar, start, stop = self._place(position)
-        where = f"{tar.file}, {self.table.key(position)}, at {start}"
-        record = self._record(position, tar, start, stop, where, check=self.verify == "always")
-        return self._views(position, record)
+        key, table = self.table.key(position), self.table
+        where = f"{tar.name}, {key}, at {start}"
+        record = self._record(position, tar, start, stop, where, check=check)
+        sample = checked_sample(record, key, table.shape(position), where, table.sizes_of(position, self.recipe))
+        self._seen[position] = 1
+        return sample
 
     def _place(self, position: int) -> tuple[Tar, int, int]:
         start = int(self.table.offsets[position])
@@ -156,70 +175,122 @@ class ShardSet:
             )
         return record
 
-    def _views(self, position: int, record: memoryview) -> Sample:
-        """The tensors of a record by the order in which safetensors writes them: by type, then by name."""
-        table = self.table
-        shape = table.shape_names[table.shapes[position]]
-        tokens, empty_tokens = int(table.tokens[position]), int(table.empty_tokens[position])
-        prefix, width = int(table.prefixes[position]), int(table.widths[position])
-        height, breadth = shape.target
-        thumbnail = self.recipe.thumbnail_size(shape)
-        sizes = [
-            sum(PIXEL_BYTES * h * w for h, w in shape.controls),
-            2 * (empty_tokens - prefix) * width,
-            PIXEL_BYTES * height * breadth,
-            2 * tokens * width,
-            height * breadth * int(table.masked[position]),
-            3 * thumbnail[0] * thumbnail[1] if thumbnail else 0,
-            empty_tokens,
-            tokens,
-        ]
-        at = len(record) - sum(sizes)
-        parts = []
-        for size in sizes:
-            parts.append(record[at : at + size])
-            at += size
-        half, bits = torch.float16, torch.bool
-        controls, offset = [], 0
-        for h, w in shape.controls:
-            size = PIXEL_BYTES * h * w
-            part = parts[0][offset : offset + size]
-            controls.append(torch.frombuffer(part, dtype=half).view(-1, 1, h, w))
-            offset += size
-        tail = torch.frombuffer(parts[1], dtype=half) if sizes[1] else torch.empty(0, dtype=half)
-        empty_mask = torch.frombuffer(parts[6], dtype=bits) if sizes[6] else torch.empty(0, dtype=bits)
-        return Sample(
-            key=table.key(position),
-            prompt="",
-            pixel_latent=torch.frombuffer(parts[2], dtype=half).view(-1, 1, height, breadth),
-            control_latent=tuple(controls),
-            prompt_embed=torch.frombuffer(parts[3], dtype=half).view(tokens, width),
-            prompt_embeds_mask=torch.frombuffer(parts[7], dtype=bits),
-            empty_tail=tail.view(-1, width),
-            empty_prompt_embeds_mask=empty_mask,
-            shared_prefix=prefix,
-            loss_mask=torch.frombuffer(parts[4], dtype=torch.uint8).view(height, breadth) if sizes[4] else None,
-        )
 
-    def _require_layout(self, position: int, sample: Sample, record: memoryview, where: str) -> None:
-        """Raise ShardError unless the tensors lie where `_views` takes them from."""
-        views = self._views(position, record)
-        pairs = [
-            (sample.pixel_latent, views.pixel_latent),
-            *zip(sample.control_latent, views.control_latent, strict=True),
-            (sample.prompt_embed, views.prompt_embed),
-            (sample.prompt_embeds_mask, views.prompt_embeds_mask),
-            (sample.empty_tail, views.empty_tail),
-            (sample.empty_prompt_embeds_mask, views.empty_prompt_embeds_mask),
-        ]
-        if sample.loss_mask is not None and views.loss_mask is not None:
-            pairs.append((sample.loss_mask, views.loss_mask))
-        same = (sample.loss_mask is None) == (views.loss_mask is None) and sample.shared_prefix == views.shared_prefix
-        if not same or any(
-            one.shape != other.shape or (one.numel() and one.data_ptr() != other.data_ptr()) for one, other in pairs
-        ):
+def open_shards(
+    indexes: Sequence[File], cache: ShardCache | None = None, blame: Blame | None = None
+) -> Iterator[OpenShards]:
+    """All shards of `indexes`, in their order; with `blame`, which is told of the others, those that can be opened.
+
+    Raises:
+        ShardError: an index is damaged, or a tar is missing or of another size than its index says.
+    """
+    for _, files in groupby(indexes, key=lambda index: index.folder.url):
+        group = list(files)
+        compact = _blamed(blame, File(group[0].folder, COMPACT_NAME), partial(current_compact, group[0].folder))
+        for compacted, run in groupby(group, key=lambda index: compact is not None and index.stem in compact[1]):
+            if compacted:
+                assert compact is not None
+                yield _from_compact(*compact, list(run), cache)
+            else:
+                for index in run:
+                    if part := _blamed(blame, index, partial(_from_index, index, cache)):
+                        yield part
+
+
+def _blamed(blame: Blame | None, index: File, opened: Callable[[], T]) -> T | None:
+    try:
+        return opened()
+    except ShardError as error:
+        if blame is None:
+            raise
+        blame(index, error)
+        return None
+
+
+def compacted(folder: Folder) -> Compact:
+    """What the indexes of a folder say, as its compacted index holds it.
+
+    Raises:
+        ShardError: the folder holds no shards, or one of them is damaged, of another recipe, or of another's rows.
+    """
+    stamps = folder.stamps()
+    indexes = [index for index in indexes_in(folder) if index.name in stamps]  # others came just now
+    shards = [Shard(index) for index in indexes]
+    require_disjoint([(shard.file, shard.index.rows) for shard in shards])
+    if not shards:
+        raise ShardError("no shards found", where=folder)
+    recipe = shards[0].index.recipe
+    for shard in shards:
+        recipe.require_equal(shard.index.recipe, shard.file, "shards of two recipes belong into two folders")
+    return Compact(
+        recipe,
+        tuple(
+            CompactShard.of(file.stem, shard.index, stamps[file.name])
+            for file, shard in zip(indexes, shards, strict=True)
+        ),
+        Table.joined([Table.of(shard.index, shard.file) for shard in shards]),
+    )
+
+
+def require_disjoint(shards: Iterable[tuple[File, tuple[int, int]]]) -> None:
+    """Raise ShardError when two shards of one folder, given by a file of each and its rows, hold the same rows."""
+    for (first, mine), (second, theirs) in pairwise(sorted(shards, key=lambda one: (one[0].folder.url, one[1]))):
+        if first.folder.url == second.folder.url and theirs[0] < mine[1]:
             raise ShardError(
-                "the record's tensors lie elsewhere than its index says",
-                where=where,
-                expected="F16 before U8 before BOOL, each by name, of the sizes in the index",
+                "two shards hold the same rows",
+                where=second,
+                found=f"rows [{theirs[0]}, {mine[1]}) are in {first.name}, too",
+                hint="delete one of the two with its index; qie-precompute writes what is then missing",
             )
+
+
+def current_compact(folder: Folder) -> tuple[Compact, dict[str, int]] | None:
+    """A folder's compacted index, and the numbers in it of the shards that are still what they were, by stem.
+
+    None without one. A web server lists nothing to compare it with: there it counts where shards were found by it, and
+    only there.
+
+    Raises:
+        ShardError: it is damaged.
+    """
+    if isinstance(folder, ManifestFolder):
+        return folder.compact, {shard.stem: number for number, shard in enumerate(folder.compact.shards)}
+    try:
+        stamps = folder.stamps()
+    except StoreError:
+        return None
+    compact = read_compact(folder) if COMPACT_NAME in stamps else None
+    if compact is None:
+        return None
+    return compact, {
+        shard.stem: number
+        for number, shard in enumerate(compact.shards)
+        if stamps.get(f"{shard.stem}.json") == shard.stamp
+        and stamps.get(f"{shard.stem}.tar", "").partition(" ")[0] == str(shard.filesize)
+    }
+
+
+def _from_compact(
+    compact: Compact, numbers: dict[str, int], indexes: list[File], cache: ShardCache | None
+) -> OpenShards:
+    chosen = [numbers[index.stem] for index in indexes]
+    shards = [compact.shards[number] for number in chosen]
+    tars = [
+        Tar(index.with_suffix(".tar"), shard.filesize, shard.sha256, cache)
+        for index, shard in zip(indexes, shards, strict=True)
+    ]
+    everything = chosen == list(range(len(compact.shards)))
+    table = compact.table if everything else compact.table.of_shards(chosen)
+    skipped = tuple(gone for shard in shards for gone in shard.skipped)
+    return OpenShards(compact.recipe, tuple(tars), tuple(shard.rows for shard in shards), table, skipped)
+
+
+def _from_index(index: File, cache: ShardCache | None) -> OpenShards:
+    shard = Shard(index)
+    return open_shard(shard, Tar(shard.file, shard.index.filesize, shard.index.sha256, cache))
+
+
+def open_shard(shard: Shard, tar: Tar) -> OpenShards:
+    """One shard by its own index, read through `tar`. Raises ShardError when sizes in the index do not fit."""
+    index = shard.index
+    return OpenShards(index.recipe, (tar,), (index.rows,), Table.of(index, shard.file), index.skipped)

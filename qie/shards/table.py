@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qie.errors import ShardError
+from qie.recipe import Recipe
 from qie.shards.index import Entry, Member, ShardIndex, is_digest, member_name
+from qie.shards.tensors import Sizes, bytes_by_name
 from qie.types import Shape
 
 T = TypeVar("T")
 
 HASH_BYTES = 32
-PIXEL_BYTES = 16 * 2
-"""Of a latent pixel: 16 channels in FP16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +130,24 @@ class Table:
     def key(self, position: int) -> str:
         return bytes(self.keys[position]).hex()
 
+    def shape(self, position: int) -> Shape:
+        return self.shape_names[int(self.shapes[position])]
+
+    def sizes_of(self, position: int, recipe: Recipe) -> Sizes:
+        """What decides the size of each tensor of a sample."""
+        shape = self.shape(position)
+        return Sizes(
+            height=shape.target[0],
+            width=shape.target[1],
+            control_pixels=sum(h * w for h, w in shape.controls),
+            tokens=int(self.tokens[position]),
+            empty_tokens=int(self.empty_tokens[position]),
+            prefix=int(self.prefixes[position]),
+            token_width=int(self.widths[position]),
+            masked=bool(self.masked[position]),
+            thumbnail=recipe.thumbnail_size(shape) or (0, 0),
+        )
+
     @classmethod
     def of(cls, index: ShardIndex, where: object) -> Table:
         """The samples of one shard, its number being 0.
@@ -140,10 +158,9 @@ class Table:
         shapes, shape_names = numbered([entry.shape for entry in index.samples])
         sources, source_names = numbered([entry.source for entry in index.samples])
         members = [index.files[member_name(entry.key)] for entry in index.samples]
-        tokens = np.array([entry.tokens for entry in index.samples], np.int64)
-        empty_tokens = np.array([entry.empty_tokens for entry in index.samples], np.int64)
-        widths, prefixes = _widths_and_prefixes(index.samples, tokens, empty_tokens, where)
-        _require_sizes(index, members, where)
+        sizes = [
+            _sizes(entry, member, index.recipe, where) for entry, member in zip(index.samples, members, strict=True)
+        ]
         return cls(
             keys=_digests([entry.key for entry in index.samples], where),
             hashes=_digests([member.sha256 for member in members], where),
@@ -153,11 +170,11 @@ class Table:
             offsets=np.array([member.offset for member in members], np.int64),
             sizes=np.array([member.size for member in members], np.int64),
             shapes=shapes,
-            tokens=tokens.astype(np.int32),
-            empty_tokens=empty_tokens.astype(np.int32),
-            prefixes=prefixes.astype(np.int32),
-            widths=widths.astype(np.int32),
-            masked=np.array([entry.tensor_bytes.get("loss_mask", 0) > 0 for entry in index.samples], np.bool_),
+            tokens=np.array([one.tokens for one in sizes], np.int32),
+            empty_tokens=np.array([one.empty_tokens for one in sizes], np.int32),
+            prefixes=np.array([one.prefix for one in sizes], np.int32),
+            widths=np.array([one.token_width for one in sizes], np.int32),
+            masked=np.array([one.masked for one in sizes], np.bool_),
             sources=sources,
             shape_names=shape_names,
             source_names=source_names,
@@ -191,52 +208,36 @@ COLUMNS: dict[str, np.dtype] = {
 """The columns and their types."""
 
 
-def _widths_and_prefixes(
-    entries: Sequence[Entry], tokens: NDArray[np.int64], empty_tokens: NDArray[np.int64], where: object
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of embeddings: how wide a token is, and how many both prompts share, as the bytes of their tensors tell."""
-    prompt_bytes = np.array([entry.tensor_bytes.get("prompt_embed", 0) for entry in entries], np.int64)
-    tail_bytes = np.array([entry.tensor_bytes.get("empty_prompt_embed", 0) for entry in entries], np.int64)
-    widths = prompt_bytes // np.maximum(2 * tokens, 1)
-    tails = tail_bytes // np.maximum(2 * widths, 1)
-    prefixes = empty_tokens - tails
-    odd = (2 * tokens * widths != prompt_bytes) | (2 * tails * widths != tail_bytes)
-    odd |= (prefixes < 0) | (prefixes > tokens) | (widths == 0)
-    if odd.any():
-        raise _unfitting(entries[int(np.argmax(odd))], where)
-    return widths, prefixes
-
-
-def _require_sizes(index: ShardIndex, members: Sequence[Member], where: object) -> None:
-    """Raise ShardError unless every tensor is as large as shape and lengths say, and the record holds them all."""
-    for entry, member in zip(index.samples, members, strict=True):
-        sizes, (height, width) = entry.tensor_bytes, entry.shape.target
-        thumbnail = index.recipe.thumbnail_size(entry.shape) or (0, 0)
-        expected = {
-            "pixel_latent": PIXEL_BYTES * height * width,
-            "control_latent": PIXEL_BYTES * sum(h * w for h, w in entry.shape.controls),
-            "prompt_embeds_mask": entry.tokens,
-            "empty_prompt_embeds_mask": entry.empty_tokens,
-        }
-        fitting = all(sizes.get(name) == size for name, size in expected.items())
-        fitting &= sizes.get("thumbnail", 0) == 3 * thumbnail[0] * thumbnail[1]
-        if not fitting or sizes.get("loss_mask", 0) not in (0, height * width) or member.size < sum(sizes.values()) + 8:
-            raise _unfitting(entry, where)
-
-
-def _unfitting(entry: Entry, where: object) -> ShardError:
-    return ShardError(
-        "the index gives sizes that do not fit each other",
-        where=f"{where}, {entry.key}",
-        found=entry.tensor_bytes,
-        hint="delete the shard and its index and run qie-precompute again",
+def _sizes(entry: Entry, member: Member, recipe: Recipe, where: object) -> Sizes:
+    """The sizes of an entry. Raises ShardError unless they give what `tensor_bytes` says, and the record holds that."""
+    found, (height, width) = entry.tensor_bytes, entry.shape.target
+    token_width = found.get("prompt_embed", 0) // max(2 * entry.tokens, 1)
+    sizes = Sizes(
+        height=height,
+        width=width,
+        control_pixels=sum(h * w for h, w in entry.shape.controls),
+        tokens=entry.tokens,
+        empty_tokens=entry.empty_tokens,
+        prefix=entry.empty_tokens - found.get("empty_prompt_embed", 0) // max(2 * token_width, 1),
+        token_width=token_width,
+        masked="loss_mask" in found,
+        thumbnail=recipe.thumbnail_size(entry.shape) or (0, 0),
     )
+    fitting = token_width > 0 and 0 <= sizes.prefix <= entry.tokens < 2**31 and bytes_by_name(sizes) == found
+    if not fitting or member.size < sum(found.values()) + 8:
+        raise ShardError(
+            "the index gives sizes that do not fit each other",
+            where=f"{where}, {entry.key}",
+            found=found,
+            hint="delete the shard and its index and run qie-precompute again",
+        )
+    return sizes
 
 
 def _digests(digests: Sequence[str], where: object) -> NDArray[np.uint8]:
     odd = [digest for digest in digests if not is_digest(digest)]
     if odd:
-        raise ShardError("the index holds a hash that is none", where=where, found=repr(odd[0][:80]))
+        raise ShardError("the index holds something else than a hash", where=where, found=repr(odd[0][:80]))
     return np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, HASH_BYTES)
 
 

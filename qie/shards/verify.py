@@ -15,9 +15,8 @@ import numpy as np
 
 from qie.errors import QieError, ShardError
 from qie.shards.compact import COMPACT_NAME, Compact, CompactShard
-from qie.shards.parts import Part, part_of
 from qie.shards.reader import Shard, Tar
-from qie.shards.shard_set import ShardSet
+from qie.shards.shard_set import OpenShards, ShardSet, open_shard
 from qie.shards.storage import indexes_in, lonely
 from qie.shards.table import Table
 from qie.stores import File, Folder, UnlistedError
@@ -32,7 +31,7 @@ def shard_faults(shard: Shard) -> Iterator[QieError]:
     index = shard.index
     tar = _HashedTar(shard.file, index.filesize, index.sha256)
     try:
-        part = part_of(shard, tar)
+        part = open_shard(shard, tar)
     except ShardError as error:
         yield error
     else:
@@ -48,7 +47,7 @@ def shard_faults(shard: Shard) -> Iterator[QieError]:
         )
 
 
-def _record_faults(part: Part) -> Iterator[ShardError]:
+def _record_faults(part: OpenShards) -> Iterator[ShardError]:
     if not len(part.table):
         return
     samples = ShardSet([part])

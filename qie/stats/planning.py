@@ -10,8 +10,7 @@ import numpy as np
 
 from qie.data.epoch import Tail, plan_epoch, require_batch_size
 from qie.errors import UsageError
-from qie.shards.parts import open_parts
-from qie.shards.shard_set import ShardSet
+from qie.shards.shard_set import ShardSet, open_shards
 from qie.shards.table import Table
 from qie.stores import File
 
@@ -65,7 +64,7 @@ def plan_shards(indexes: Sequence[File], *, batch_size: int, world: int, seed: i
         UsageError: the global batch is too large.
     """
     require_batch_size(batch_size * world)
-    table = ShardSet(open_parts(indexes)).table
+    table = ShardSet(open_shards(indexes)).table
     tails: tuple[Tail, ...] = ("pad", "drop")
     return [_planned(table, tail, batch_size, world, seed) for tail in tails]
 

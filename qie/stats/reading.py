@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from qie.errors import QieError
 from qie.shards.compact import Compact
 from qie.shards.index import ShardIndex, read_index
-from qie.shards.parts import current_compact
 from qie.shards.reader import Shard
+from qie.shards.shard_set import current_compact
 from qie.shards.verify import compact_faults, lonely_tars, shard_faults
 from qie.stages import Pipeline, Stage
 from qie.stats.summary import Summary, one_line

@@ -12,7 +12,7 @@ import numpy as np
 from qie.errors import QieError
 from qie.recipe import Recipe
 from qie.shards.index import ShardIndex, Skipped, parse_stem
-from qie.shards.parts import require_disjoint
+from qie.shards.shard_set import require_disjoint
 from qie.shards.storage import gaps
 from qie.stats.summary import LENGTH_BINS, Coverage, Range, Summary, one_line
 from qie.stores import File

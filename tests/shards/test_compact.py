@@ -19,8 +19,7 @@ from qie.data.epoch import plan_epoch
 from qie.errors import RecipeMismatchError, ShardError
 from qie.shards.compact import COMPACT_NAME, Compact, _digest, read_compact, write_compact
 from qie.shards.index import Skipped
-from qie.shards.parts import compacted
-from qie.shards.shard_set import ShardSet
+from qie.shards.shard_set import ShardSet, compacted
 from qie.shards.storage import find_indexes, published
 from qie.shards.table import COLUMNS
 from qie.stores import File, Folder, LocalFolder, open_folder

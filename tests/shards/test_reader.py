@@ -12,10 +12,9 @@ import torch
 
 from qie.errors import RecipeMismatchError, ShardError
 from qie.shards.index import Member, ShardIndex, member_name
-from qie.shards.parts import require_disjoint
 from qie.shards.reader import Shard
 from qie.shards.record import encode
-from qie.shards.shard_set import ShardSet
+from qie.shards.shard_set import ShardSet, require_disjoint
 from qie.shards.writer import ShardWriter
 from qie.stores import File, MissingError, StoreError, open_folder
 from qie.stores.objects import ObjectFolder

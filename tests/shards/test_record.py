@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load, save
 
 from qie.errors import ShardError
-from qie.shards.record import decode, encode, tensor_bytes
+from qie.shards.record import decode, encode
+from qie.shards.tensors import tensor_bytes
 from qie.types import Sample
 from tests.builders import RECIPE, ROOT, assert_same, join_record, make_sample, same_bits, split_record
 
@@ -458,6 +459,29 @@ def test_a_mask_of_another_size_than_what_it_masks_is_refused(name: str, shape: 
         header[name].update(shape=shape, data_offsets=[begin, begin + prod(shape)])
 
     assert name in refused(changed(shrink, make_sample(masked=True)))
+
+
+def tensor_of(name: str, begin: int, end: int) -> Header:
+    return {name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}}
+
+
+@pytest.mark.parametrize("moved", [-9, -1, 1])
+def test_tensors_that_leave_gaps_or_overlap_are_refused(moved: int) -> None:
+    header, about, body = split_record(encode(make_sample(tokens=9, empty_tokens=9), RECIPE.digest))
+    header["prompt_embeds_mask"]["data_offsets"] = [at + moved for at in header["prompt_embeds_mask"]["data_offsets"]]
+
+    assert refused(join_record(header, about, body + b"!")) == "the record has gaps or overlaps between tensors"
+
+
+def test_bytes_after_the_tensors_are_refused() -> None:
+    assert refused(encode(make_sample(), RECIPE.digest) + bytes(8)) == "the record has bytes after its tensors"
+
+
+def test_a_tensor_that_the_format_does_not_know_is_refused() -> None:
+    header, about, body = split_record(encode(make_sample(), RECIPE.digest))
+    record = join_record(header | tensor_of("depth", len(body), len(body) + 4), about, body + b"deep")
+
+    assert refused(record) == "the record has a tensor that the format does not know"
 
 
 # And any other damage

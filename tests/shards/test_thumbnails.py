@@ -22,20 +22,16 @@ from qie.opening import encoder_options
 from qie.precompute import precompute
 from qie.shards.compact import read_compact, write_compact
 from qie.shards.index import ShardIndex, read_index
-from qie.shards.parts import compacted
 from qie.shards.reader import Shard
-from qie.shards.record import decode, encode, tensor_bytes
-from qie.shards.shard_set import ShardSet
+from qie.shards.shard_set import ShardSet, compacted
 from qie.stores import File, open_folder
 from qie.types import Shape
 from tests.builders import (
     RECIPE,
     assert_same,
-    join_record,
     make_recipe,
     make_sample,
     rewrite_index,
-    split_record,
     write_shard,
 )
 from tests.conftest import ROOT
@@ -117,33 +113,6 @@ def test_a_thumbnail_has_the_targets_proportions_and_is_never_larger(
 
 
 # The record
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["without mask", "with mask"])
-def test_a_thumbnail_survives_its_record(masked: bool) -> None:
-    sample = make_sample(1, masked=masked, recipe=SMALL)
-    record = encode(sample, SMALL.digest)
-    assert sample.thumbnail is not None and tensor_bytes(sample)["thumbnail"] == 16 * 24 * 3
-    assert_same(decode(memoryview(bytearray(record)), "here"), sample)
-    assert encode(sample, SMALL.digest) == record
-
-
-def test_a_thumbnail_without_colours_is_refused() -> None:
-    header, about, body = split_record(encode(make_sample(1, recipe=SMALL), SMALL.digest))
-    header["thumbnail"]["shape"] = [16, 36, 2]
-    with pytest.raises(ShardError, match="thumbnail is no RGB image"):
-        decode(memoryview(bytearray(join_record(header, about, body))), "here")
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["without mask", "with mask"])
-def test_what_is_fetched_for_training_has_no_thumbnail_and_is_the_same_otherwise(tmp_path: Path, masked: bool) -> None:
-    samples = [make_sample(n, masked=masked, recipe=SMALL) for n in range(2)]
-    write_shard(tmp_path, samples, recipe=SMALL)
-    shards = ShardSet.open([tmp_path])
-    for _ in range(2):
-        for position, sample in enumerate(samples):
-            assert_same(replace(shards.fetch(position), prompt=sample.prompt), replace(sample, thumbnail=None))
-    assert_same(shards.load(0), samples[0])
 
 
 def test_a_compacted_index_reads_them_too(tmp_path: Path) -> None:

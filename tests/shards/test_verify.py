@@ -18,9 +18,8 @@ from qie.cli import stats
 from qie.errors import QieError
 from qie.shards.compact import COMPACT_NAME, read_compact, write_compact
 from qie.shards.index import member_name
-from qie.shards.parts import compacted
 from qie.shards.reader import Shard
-from qie.shards.shard_set import ShardSet
+from qie.shards.shard_set import ShardSet, compacted
 from qie.shards.storage import find_indexes
 from qie.shards.table import COLUMNS
 from qie.stats import Summary, summarise

@@ -14,9 +14,8 @@ import pytest
 
 from qie.errors import QieError, ShardError
 from qie.shards.compact import COMPACT_NAME, write_compact
-from qie.shards.parts import compacted
 from qie.shards.reader import Shard
-from qie.shards.shard_set import ShardSet
+from qie.shards.shard_set import ShardSet, compacted
 from qie.stores import open_folder
 from qie.types import Sample
 from tests.builders import TENSORS, make_sample, same_bits, write_shard

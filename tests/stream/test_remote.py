@@ -18,7 +18,7 @@ from qie.data import open_stream
 from qie.errors import QieError
 from qie.shards.cache import ShardCache
 from qie.shards.compact import COMPACT_NAME, write_compact
-from qie.shards.parts import compacted
+from qie.shards.shard_set import compacted
 from qie.shards.storage import find_indexes
 from qie.stats import summarise
 from qie.stores import open_folder

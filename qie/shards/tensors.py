@@ -1,0 +1,129 @@
+"""A sample's tensors, described once: name, type, size, and the field of `Sample` that holds each.
+
+Writing, reading, the checks of an index, and what becomes of a tensor in a batch follow from this table. A new tensor
+is a row here, a field of `Sample`, and the code that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from qie.types import Sample
+
+CHANNELS = 16
+"""Of a latent."""
+
+DTYPES = {"F16": torch.float16, "BOOL": torch.bool, "U8": torch.uint8}
+"""The types of stored tensors, by their names in a safetensors header."""
+
+Kind = Literal["latent", "embedding", "mask", "picture"]
+
+
+class Sizes(NamedTuple):
+    """The numbers that decide the size of every tensor: integers for one sample, arrays for many.
+
+    Attributes:
+        height, width: of the target's latent.
+        control_pixels: latent pixels of all controls together.
+        tokens, empty_tokens: lengths of the prompt's and of the null prompt's embedding.
+        prefix: leading tokens that both embeddings share.
+        token_width: of a token's embedding.
+        masked: whether there is a loss mask.
+        thumbnail: its height and width; zeros without one.
+    """
+
+    height: Any
+    width: Any
+    control_pixels: Any
+    tokens: Any
+    empty_tokens: Any
+    prefix: Any
+    token_width: Any
+    masked: Any
+    thumbnail: tuple[Any, Any] = (0, 0)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a record.
+
+    Attributes:
+        name: in the record.
+        dtype: in the record's header.
+        rank: number of dimensions.
+        shape: its shape, by the sample's sizes.
+        kind: what it is, which decides how samples are kept in memory and put into batches.
+        field: the field of `Sample`, where it has another name.
+        there: whether a sample has it, by its sizes; None for always.
+        may_be_empty: it may have no values.
+        flat: of several latents, one behind the other; of one, in its own shape.
+    """
+
+    name: str
+    dtype: str
+    rank: int
+    shape: Callable[[Sizes], tuple[Any, ...]]
+    kind: Kind
+    field: str = ""
+    there: Callable[[Sizes], Any] | None = None
+    may_be_empty: bool = False
+    flat: bool = False
+
+    def of(self, sample: Sample) -> torch.Tensor | None:
+        """As it is stored; None if the sample has none."""
+        value = getattr(sample, self.field or self.name)
+        if not self.flat:
+            return value  # type: ignore[no-any-return]
+        return value[0] if len(value) == 1 else torch.cat([part.reshape(-1) for part in value])
+
+    def nbytes(self, sizes: Sizes) -> Any:
+        """Bytes in the record: an integer, or an array if `sizes` holds arrays."""
+        size = prod(self.shape(sizes)) * DTYPES[self.dtype].itemsize
+        return size if self.there is None else size * self.there(sizes)
+
+
+TENSORS = (
+    StoredTensor("pixel_latent", "F16", 4, lambda of: (CHANNELS, 1, of.height, of.width), "latent"),
+    StoredTensor("control_latent", "F16", 2, lambda of: (CHANNELS, of.control_pixels), "latent", flat=True),
+    StoredTensor("prompt_embed", "F16", 2, lambda of: (of.tokens, of.token_width), "embedding"),
+    StoredTensor("prompt_embeds_mask", "BOOL", 1, lambda of: (of.tokens,), "mask"),
+    StoredTensor(
+        "empty_prompt_embed",
+        "F16",
+        2,
+        lambda of: (of.empty_tokens - of.prefix, of.token_width),
+        "embedding",
+        field="empty_tail",
+        may_be_empty=True,
+    ),
+    StoredTensor("empty_prompt_embeds_mask", "BOOL", 1, lambda of: (of.empty_tokens,), "mask", may_be_empty=True),
+    StoredTensor("loss_mask", "U8", 2, lambda of: (of.height, of.width), "mask", there=lambda of: of.masked),
+    StoredTensor("thumbnail", "U8", 3, lambda of: (*of.thumbnail, 3), "picture", there=lambda of: of.thumbnail[0] > 0),
+)
+BY_NAME = {tensor.name: tensor for tensor in TENSORS}
+
+
+def stored_tensors(sample: Sample) -> dict[str, torch.Tensor]:
+    """The tensors of a sample as they are stored."""
+    found = {tensor.name: tensor.of(sample) for tensor in TENSORS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def tensor_bytes(sample: Sample) -> dict[str, int]:
+    """Bytes that each tensor of a sample takes in its record."""
+    return {name: value.nbytes for name, value in stored_tensors(sample).items()}
+
+
+def bytes_by_name(sizes: Sizes) -> dict[str, int]:
+    """Bytes that each tensor of a sample of these sizes takes in its record."""
+    return {tensor.name: tensor.nbytes(sizes) for tensor in TENSORS if tensor.there is None or tensor.there(sizes)}
+
+
+def total_bytes(sizes: Sizes) -> Any:
+    """Bytes that all tensors take together."""
+    return sum(tensor.nbytes(sizes) for tensor in TENSORS)
