@@ -36,9 +36,10 @@ from qie.data import open_stream
 from qie.pretrained import PretrainedModel
 from qie.recipe import FAMILIES
 from qie.training.objective import Objective, drop_captions
+from qie.training.processes import stop_requested
 from qie.training.run import Run
-from qie.training.stopping import stop_requested
-from qie.training.telling.journal import Journal, Listener
+from qie.training.telling.metrics import MetricsFile
+from qie.training.telling.trackers import Trackers
 
 STEP_S = 0.1
 SAMPLES = 24
@@ -94,12 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for _ in range(options.runs):
             with (
                 opened(folder) as run,
-                Journal(run.config, run.accelerator, Listener(), 0) as journal,
-                closing(run.feed),
+                MetricsFile(Path(run.config.train.output_dir), 0, enabled=True) as metrics_file,
+                Trackers(run.config, run.accelerator) as trackers,
+                closing(run.batches),
             ):
-                run.take_step()
+                run.training_step()
                 bare = timed_bare(run, options.steps)
-                took, theirs, waited = timed_loop(run, journal, options.steps)
+                took, theirs, waited = timed_loop(run, (metrics_file, trackers), options.steps)
             outside.append(100 * (took - theirs) / STEP_S)
             beside.append(100 * (took - bare) / STEP_S)
             waits.append(100 * waited / STEP_S)
@@ -112,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results.save()
 
 
-def timed_loop(run: Run, journal: Journal, steps: int) -> tuple[float, float, float]:
+def timed_loop(run: Run, hooks: Sequence[MetricsFile | Trackers], steps: int) -> tuple[float, float, float]:
     """Seconds of a step, as qie-train takes it; of it, those in model, loss and optimizer, and those of waiting."""
     spent = [0.0]
 
@@ -138,8 +140,9 @@ def timed_loop(run: Run, journal: Journal, steps: int) -> tuple[float, float, fl
         stopping = patches.enter_context(stop_requested(run.accelerator))
         waited, started = 0.0, time.perf_counter()
         for _ in range(steps):
-            metrics = run.take_step()
-            journal.step(metrics)
+            metrics = run.training_step()
+            for hook in hooks:
+                hook.step(metrics)
             stopping()
             waited += metrics.data_wait_s
         return (time.perf_counter() - started) / steps, spent[0] / steps, waited / steps
@@ -171,12 +174,12 @@ def opened(folder: Path) -> Iterator[Run]:
     )
     with mock.patch("qie.training.model.trainable.load_transformer", lambda *arguments, **named: Asleep()):
         stream = open_stream([folder / "shards"])
-        yield Run(config, PretrainedModel(folder / "model", FAMILIES["edit"]), stream, Accelerator(cpu=True), None)
+        yield Run(config, PretrainedModel(folder / "model", FAMILIES["edit"]), stream, Accelerator(cpu=True))
 
 
 def timed_bare(run: Run, steps: int) -> float:
     """Seconds of a step that finds its batch and its noise ready, and measures nothing."""
-    prepared = next(run.feed)
+    prepared = next(run.batches)
     batch, weights = prepared.batch, list(run.trainable.parameters.values())
     drop_captions(batch, prepared.draws.dropped_prompts)
     optimizer = torch.optim.AdamW(weights, lr=0.0)

@@ -115,7 +115,7 @@ def loop_of(variant: Variant, bench: Bench) -> AbstractContextManager[Callable[[
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it is, or comes from, torch's error: qie explains it, the feed's thread and the compiler wrap it."""
+    """Whether it is, or comes from, torch's error: qie explains it, the stream's thread and the compiler wrap it."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return True
@@ -145,9 +145,9 @@ def qie_loop(variant: Variant, bench: Bench) -> Iterator[Callable[[], float | No
     )
     encoder = bench.encoder() if variant.live else None
     stream = open_stream(bench.folder / "rows", encoder=encoder) if encoder else open_stream([bench.folder / "shards"])
-    run = Run(config, open_pretrained(str(bench.model)), stream, bench.accelerator(), None)
+    run = Run(config, open_pretrained(str(bench.model)), stream, bench.accelerator())
     try:
-        yield lambda: run.take_step().mfu
+        yield lambda: run.training_step().mfu
     finally:
-        run.feed.close()  # it holds a batch, and what encodes it
+        run.batches.close()  # it holds a batch, and what encodes it
         run.finish()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from contextlib import suppress
-from io import BufferedWriter
+from io import BufferedIOBase, BufferedWriter
 from pathlib import Path
 
 from qie.errors import QieError, UsageError
@@ -55,6 +56,40 @@ def open_own(path: Path) -> BufferedWriter:
         with suppress(FileNotFoundError):
             if os.path.samestat(facts, path.lstat()):
                 path.unlink()
+
+
+def open_locked(path: Path, *, wait: bool = True) -> BufferedWriter:
+    """Open a file as `open_own` does, and lock it. The lock ends when the file is closed, or its process dies.
+
+    Whoever held the lock before may have renamed or removed the file. Then the lock is of a file without this name, and
+    the next one is opened.
+
+    Args:
+        path: of the file, which is not emptied.
+        wait: until another process gives up the lock.
+
+    Raises:
+        BlockingIOError: another process holds the lock, and `wait` is false.
+        QieError: something else has this name.
+    """
+    while True:
+        file = open_own(path)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if is_at(file, path):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def is_at(file: BufferedIOBase, path: Path) -> bool:
+    """Whether an open file still has this path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _open_plainly(path: str, _: int) -> int:

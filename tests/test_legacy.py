@@ -494,7 +494,7 @@ def test_merged_in_memory_the_model_predicts_as_with_its_adapter(cached: Path) -
         weight = trainer.transformer.transformer_blocks[0].attn.to_q.base_layer.weight
         base = weight.clone()
         trainer.merge_lora()
-        trainer._run.taken = 0  # for the same noise
+        trainer._run.batches_done = 0  # for the same noise
         after = trainer.training_step(batch)
     assert torch.allclose(before, after, rtol=1e-5) and not torch.equal(base, weight)
 

@@ -33,7 +33,7 @@ from qie.recipe import Recipe
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes
 from qie.stats import Summary, summarise
-from qie.training.checkpoint import find_checkpoint
+from qie.training.output_dir import find_checkpoint
 from qie.training.telling.metrics import METRICS_FILE, read_metrics
 
 ROWS_SHOWN = 4

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from qie.streams import Telling
-    from qie.training.telling.journal import Listener
+    from qie.training.loop import Listener
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -49,7 +49,8 @@ def main(
     from qie.paths import local_path
     from qie.pretrained import open_pretrained
     from qie.streams import open_training_stream
-    from qie.training.loop import find_start, train
+    from qie.training.loop import train
+    from qie.training.output_dir import find_resume
 
     config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
     model = config.model
@@ -58,7 +59,7 @@ def main(
     accelerator = open_accelerator(config)
     main_process, sharded = accelerator.is_main_process, accelerator.distributed_type == "FSDP"
     if main_process:
-        find_start(resume, local_path(config.train.output_dir))  # before rows are looked at
+        find_resume(resume, local_path(config.train.output_dir))  # before rows are looked at
     with (
         _interruptible(),
         _told(quiet or not main_process) as telling,
@@ -71,8 +72,8 @@ def main(
             stream,
             accelerator,
             resume=resume,
-            # Shards of a model compute together; elsewhere one process paints, and the others need no encoder.
-            paint=open_samples(config, accelerator.device) if main_process or sharded else None,
+            # Shards of a model compute together; elsewhere one process generates, and the others need no encoder.
+            generate_samples=open_samples(config, accelerator.device) if main_process or sharded else None,
             listener=_listener(progress, local_path(config.train.output_dir)),
         )
     if main_process:
@@ -82,7 +83,7 @@ def main(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Say how to go on after a second Ctrl-C, or one before the first step: the same command would begin anew."""
+    """Say how to go on after a second Ctrl-C, or one before the first step: the same command would start a new run."""
     try:
         yield
     except KeyboardInterrupt:
@@ -115,7 +116,7 @@ def _told(quiet: bool) -> Iterator[Telling]:
 
 def _listener(progress: Progress, output_dir: Path) -> Listener:
     from qie.cli.samples import save_samples
-    from qie.training.telling.journal import Listener
+    from qie.training.loop import Listener
 
     return Listener(
         start=progress.begin,

@@ -32,14 +32,13 @@ from qie.precompute import Report, Settings, precompute
 from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
 from qie.recipe import NULL_PROMPT
 from qie.streams import open_training_stream
-from qie.training.loop import Outcome, train
+from qie.training.loop import Outcome, save_checkpoint, train
 from qie.training.model.adapter_file import ADAPTER_FILE, export_adapter, find_adapter
 from qie.training.model.load import load_scheduler
 from qie.training.model.lora import merge_adapter, save_adapter
 from qie.training.model.quantize import quantize_blocks
 from qie.training.run import Run
-from qie.training.telling.metrics import METRICS_FILE
-from qie.training.telling.reporting import Reporter
+from qie.training.telling.card import Reporter
 from qie.types import Batch, Row
 
 Mode = Literal["train", "cache", "predict"]
@@ -296,7 +295,7 @@ class QwenImageEditTrainer:
         Now: `qie.training.run.Run`, which `qie.train` drives. Its optimizer is made here, too.
         """
         self._require_frozen()
-        self._run = Run(self.config, self.pretrained, self.stream, self._accelerated(), None)
+        self._run = Run(self.config, self.pretrained, self.stream, self._accelerated())
 
     def configure_optimizers(self) -> None:
         """Give `optimizer` and `lr_scheduler`. Now: sections `optimizer` and `lr_scheduler`; `Run` makes them."""
@@ -362,8 +361,8 @@ class QwenImageEditTrainer:
                 hint="loop over trainer.stream, or over what trainer.accelerator_prepare(train_dataloader) gives",
             )
         run = self._running()
-        run.taken += 1
-        return run.objective.loss(run.trainable.model, batch, run.taken - 1)
+        run.batches_done += 1
+        return run.objective.loss(run.trainable.model, batch, run.batches_done - 1)
 
     _training_step_cached = _training_step_compute = training_step
 
@@ -410,18 +409,14 @@ class QwenImageEditTrainer:
     def save_checkpoint(self, epoch: int | None = None, global_step: int | None = None) -> Path:
         """Write a checkpoint of one's own loop over `stream`, and give its folder. Now: `train.checkpoint_every`.
 
-        A run that resumes from it goes on behind the last batch that `stream` gave. `epoch` is ignored.
+        A run that resumes from it goes on after the last batch that `stream` gave. `epoch` is ignored.
         """
         if epoch is not None:
             ignored("epoch", "the state of the stream")
         run = self._running()
         run.step = run.step if global_step is None else global_step
         run.position = run.stream.state_dict()
-        metrics = Path(run.config.train.output_dir) / METRICS_FILE
-        metrics.parent.mkdir(parents=True, exist_ok=True)
-        metrics.touch()  # the report reads it; one's own loop need not write it
-        reporter = Reporter(run.config, run.pretrained, run.stream, run.accelerator, resumed=False)
-        return run.save(lambda: reporter.report(run.step, ended=False))
+        return save_checkpoint(run, Reporter(run.config, run.pretrained, run.stream, run.accelerator, resumed=False))
 
     # Generation
 

@@ -1,14 +1,15 @@
-"""Checkpoints: a folder from which training goes on as if it had never stopped.
+"""Checkpoints: `save` writes a run's state into a folder, `load` reads it, and the run goes on as if it never stopped.
 
     checkpoint-000500/
         pytorch_lora_weights.safetensors    the adapter, in the format of diffusers; or transformer/, all weights
         ema/                                the same of the averaged weights, with train.ema_decay
         optimizer.safetensors               the optimizer's tensors, by the names of parameters
         state.json                          everything else, and size and SHA-256 of each file
+        README.md                           the model card
 
-A folder is written aside and renamed, so one that is there is complete. There is no pickle in it. Random numbers need
-no state: what is random in a step is a function of the seed, the step and the sample. What a killed run has left of
-others is removed by the next one, under the lock of `qie.training.lock`.
+A folder is written under another name and renamed, so one that is there is complete. There is no pickle in it. Random
+numbers need no state: they are functions of the seed, the step and the sample. The next run removes, under the lock of
+the output folder, the parts of checkpoints that a killed run has left.
 """
 
 from __future__ import annotations
@@ -16,47 +17,95 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
+from qie.config import Config
 from qie.errors import ModelError, QieError, UsageError
-from qie.paths import local_path
+from qie.pretrained import PretrainedModel, content_hash
 from qie.stores import LocalFolder, StoreError
+from qie.training.output_dir import (
+    STATE_FILE,
+    checkpoint_folder,
+    checkpoints,
+    remove_checkpoint,
+    remove_leftovers,
+)
+from qie.training.telling.card import RunReport, write_card
 
-STATE_FILE = "state.json"
-_NAME = re.compile(r"checkpoint-(\d{6,})")
+if TYPE_CHECKING:
+    from qie.training.model.trainable import TrainableModel
+
+OPTIMIZER_FILE = "optimizer.safetensors"
 
 
-def publish_checkpoint(output_dir: Path, step: int, write: Callable[[Path], dict[str, Any]]) -> Path:
+@dataclass(frozen=True)
+class RunState:
+    """A run between two steps, but for its tensors: the content of state.json.
+
+    Attributes:
+        step, batches, nonfinite: optimizer steps done; batches trained on; last steps in a row that changed nothing.
+        stream, schedule: their states.
+        optimizer: the part of its state that is no tensor.
+        run: `identity`.
+    """
+
+    step: int
+    batches: int
+    nonfinite: int
+    stream: dict[str, Any]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    run: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class RunTensors:
+    """The tensors of a run, whole and on the CPU.
+
+    Attributes:
+        weights: see `TrainableModel.tensors`.
+        optimizer: by the names of parameters, see `named_state`.
+    """
+
+    weights: Mapping[str, Mapping[str, torch.Tensor]]
+    optimizer: dict[str, torch.Tensor]
+
+
+def save(output_dir: Path, state: RunState, tensors: RunTensors, model: TrainableModel, report: RunReport) -> Path:
     """Write the checkpoint of a step; returns its folder.
 
     Args:
         output_dir: the run's folder.
-        step: optimizer steps done.
-        write: writes its files into a folder, and gives what state.json is to hold.
+        state, tensors: of the run, see `Run.state_dict`.
+        model: knows the files of its weights.
+        report: for the model card.
 
     Raises:
-        QieError: the disk is full, or refuses. What was there before stays.
+        QieError: the disk is full, or refuses. Earlier checkpoints stay.
     """
-    folder = output_dir / f"checkpoint-{step:06d}"
+    folder = checkpoint_folder(output_dir, state.step)
     partial = folder.with_suffix(".partial")
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         remove_leftovers(output_dir)
         partial.mkdir()
-        state = write(partial)
-        state["files"] = {name: _settled_facts(partial / name) for name in _names(partial)}
-        state["sha256"] = _digest(state)
-        LocalFolder(partial).write(STATE_FILE, json.dumps(state, indent=1).encode() + b"\n")
+        model.save(partial, tensors.weights)
+        save_file(tensors.optimizer, partial / OPTIMIZER_FILE)
+        write_card(partial, report)
+        content = asdict(state) | {"files": {name: _synced_facts(partial / name) for name in _names(partial)}}
+        content["sha256"] = _digest(content)
+        LocalFolder(partial).write(STATE_FILE, json.dumps(content, indent=1).encode() + b"\n")
         if folder.exists():
-            _remove(folder)
+            remove_checkpoint(folder)
         partial.rename(folder)
     except (OSError, StoreError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -70,31 +119,95 @@ def publish_checkpoint(output_dir: Path, step: int, write: Callable[[Path], dict
     return folder
 
 
-def read_state(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
-    """What `publish_checkpoint` was given for a checkpoint, whose files are there and whole.
+def load(folder: Path, *, hashes: bool = True) -> RunState:
+    """The state that `save` was given for a checkpoint, all of whose files are whole. They hold the tensors.
 
     Args:
         folder: the checkpoint's.
-        hashes: compare their SHA-256, too; without, only their sizes.
+        hashes: compare the SHA-256 of files, too; without, only their sizes.
 
     Raises:
         QieError: a file is missing or damaged; names it, and the checkpoint before.
     """
     with explained_damage(folder, STATE_FILE):
-        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        digest = state.pop("sha256", None)  # which checkpoints of earlier versions lack
-        if digest is not None and digest != _digest(state):
+        content: dict[str, Any] = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        digest = content.pop("sha256", None)  # checkpoints of earlier versions lack it
+        if digest is not None and digest != _digest(content):
             raise damaged(folder, f"{STATE_FILE} is not what was written")
-        for name, facts in state.pop("files").items():
+        for name, facts in content.pop("files").items():
             size = (folder / name).stat().st_size
             if size != facts["size"] or (hashes and _facts(folder / name) != facts):
                 raise damaged(folder, f"{name} is not what was written")
+        values: dict[str, Any] = {"nonfinite": 0, "run": {}} | content
+        state = RunState(**{field.name: values[field.name] for field in fields(RunState)})
+        _require_types(state)
     return state
 
 
-def _digest(state: dict[str, Any]) -> str:
-    """Of a state as JSON gives it back: without tuples, and with text for keys."""
-    return hashlib.sha256(json.dumps(json.loads(json.dumps(state)), sort_keys=True).encode()).hexdigest()
+def _require_types(state: RunState) -> None:
+    """Raise what reading raises when someone has changed a state.json, hashes included."""
+    counts = {name: getattr(state, name) for name in ("step", "batches", "nonfinite")}
+    counts |= {f"stream.{name}": state.stream[name] for name in ("epoch", "position")}
+    mappings = {name: getattr(state, name) for name in ("optimizer", "schedule", "run")}
+    mappings["stream.of"] = state.stream["of"]
+    wrong = [name for name, value in counts.items() if type(value) is not int or value < 0]
+    wrong += [name for name, value in mappings.items() if not isinstance(value, dict)]
+    if wrong or state.batches < state.step:
+        raise ValueError(f"{wrong[0] if wrong else 'batches'} is not what a run saves")
+
+
+# Whether a run may go on from a checkpoint
+
+
+def identity(config: Config, pretrained: PretrainedModel) -> dict[str, Any]:
+    """The settings that a resumed run must share with the run that stopped. Those of its data are the stream's.
+
+    The others may change, such as the loss, or how memory is saved.
+    """
+    tree = config.model_dump(mode="json")
+    model, train = tree["model"], tree["train"]
+    lora = model["lora"]
+    return {
+        "base model": content_hash(pretrained.component("transformer")),
+        "model.lora": lora and {name: value for name, value in lora.items() if name != "continue_from"},
+        "model.adapters": model["adapters"],
+        "model.quantize": model["quantize"],
+        "train.mixed_precision": train["mixed_precision"],
+        "train.trained_dtype": train["trained_dtype"],
+        "train.ema_decay": train["ema_decay"],
+        "train.gradient_accumulation_steps": train["gradient_accumulation_steps"],
+        "optimizer": tree["optimizer"],
+        "lr_scheduler": tree["lr_scheduler"],
+    }
+
+
+def require_steps(state: RunState, steps: int, folder: Path) -> None:
+    """Raise UsageError when a checkpoint is of a later step than the last of `steps`: its run would not find an end."""
+    if state.step > steps:
+        raise UsageError(
+            "the checkpoint is of a later step than the run's last",
+            where=folder,
+            expected=f"at most step {steps}",
+            found=f"step {state.step}",
+            hint="raise train.max_steps or train.epochs, or resume from an earlier checkpoint",
+        )
+
+
+def require_same(state: RunState, mine: dict[str, Any], folder: Path) -> None:
+    """Raise QieError when the checkpoint's run has another identity than `mine`; names the difference."""
+    theirs = state.run
+    differing = [name for name in mine if mine[name] != theirs.get(name)]
+    if differing:
+        raise QieError(
+            f"the checkpoint is of another run: {', '.join(differing)} changed",
+            where=folder,
+            expected={name: theirs.get(name) for name in differing},
+            found={name: mine[name] for name in differing},
+            hint="resume with the run's own settings, or start a new run with model.lora.continue_from",
+        )
+
+
+# Damage
 
 
 def damaged(folder: Path, found: str) -> QieError:
@@ -119,58 +232,9 @@ def explained_damage(folder: Path, name: str) -> Iterator[None]:
         raise damaged(folder, f"{name}: {' '.join(str(found).split())[:300]}") from error
 
 
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoints in a run's folder, by their steps."""
-    found = {int(match[1]): path for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
-    return [found[step] for step in sorted(found)]
-
-
-def find_checkpoint(resume: str, output_dir: Path) -> Path:
-    """The folder that `--resume` names; `latest` is the one of the highest step in `output_dir`.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if resume != "latest":
-        folder = local_path(resume)
-        if not (folder / STATE_FILE).is_file():
-            raise UsageError("no such checkpoint", where=folder, expected="a folder checkpoint-NNNNNN, or latest")
-        return folder
-    found = checkpoints(output_dir)
-    if not found:
-        raise UsageError("there is no checkpoint to resume from", where=output_dir, hint="start without --resume")
-    return found[-1]
-
-
-def remove_old(output_dir: Path, step: int, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove the checkpoints up to `step` but the last `keep_last` ones and those of every `keep_every` steps.
-
-    Later ones are of a run that was resumed from an earlier step: they neither count nor go, and are written anew when
-    it gets there. `keep_last` None keeps all.
-    """
-    if keep_last is None:
-        return
-    for folder in [folder for folder in checkpoints(output_dir) if _step(folder) <= step][:-keep_last]:
-        if keep_every is None or _step(folder) % keep_every:
-            _remove(folder)
-
-
-def remove_leftovers(output_dir: Path) -> None:
-    """Remove what a killed run has left of checkpoints that it was writing, or removing."""
-    for left in [*output_dir.glob("checkpoint-*.partial"), *output_dir.glob("checkpoint-*.removed")]:
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
-
-
-def _remove(folder: Path) -> None:
-    """Out of sight first: half a checkpoint must not look like one."""
-    hidden = folder.with_suffix(".removed")
-    shutil.rmtree(hidden, ignore_errors=True)
-    folder.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def _digest(content: dict[str, Any]) -> str:
+    """Of a state as JSON gives it back: without tuples, and with text for keys."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode()).hexdigest()
 
 
 def _names(folder: Path) -> list[str]:
@@ -182,8 +246,8 @@ def _facts(file: Path) -> dict[str, Any]:
         return {"size": file.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
 
 
-def _settled_facts(file: Path) -> dict[str, Any]:
-    """The same of a file whose bytes are on the disk: a rename may get there before what was written earlier."""
+def _synced_facts(file: Path) -> dict[str, Any]:
+    """The same of a file whose bytes are on the disk: else the rename could reach it before them."""
     file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors gives its files to their owner alone
     with file.open("rb") as content:
         os.fsync(content.fileno())

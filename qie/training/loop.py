@@ -1,26 +1,53 @@
-"""The loop: steps, validations and checkpoints until the last step, or until someone asks it to stop."""
+"""The loop: steps, validations and checkpoints until the last step, or until someone asks the run to stop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from PIL import Image
 
 from qie.config import Config
 from qie.data.stream import Stream
-from qie.errors import UsageError
+from qie.errors import QieError
 from qie.pretrained import PretrainedModel
-from qie.training.checkpoint import checkpoints, find_checkpoint, remove_leftovers
-from qie.training.lock import locked, require_folder
+from qie.training import checkpoint
 from qie.training.memory import explained_memory, plan_memory, tell_memory
-from qie.training.run import Predictor, Run
-from qie.training.stopping import stop_requested
-from qie.training.telling.journal import Journal, Listener
-from qie.training.telling.reporting import Reporter
+from qie.training.output_dir import checkpoints, find_resume, locked, remove_leftovers, remove_old
+from qie.training.processes import stop_requested
+from qie.training.run import Run, SampleGenerator
+from qie.training.telling.card import Reporter, read_run, write_run
+from qie.training.telling.metrics import MetricsFile, StepMetrics, Validation
+from qie.training.telling.trackers import Trackers
+
+
+def _nothing(*_: object) -> None:
+    """For a caller who does not listen."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """The caller's functions that a run calls, in the main process. MetricsFile and Trackers hear the same.
+
+    Attributes:
+        start: with the steps done before, and the steps altogether.
+        step: with the numbers of a step.
+        validation, images: with the step, and the validation loss or the sample images.
+        say: with a line for a person.
+    """
+
+    start: Callable[[int, int], object] = _nothing
+    step: Callable[[StepMetrics], object] = _nothing
+    validation: Callable[[int, Validation], object] = _nothing
+    images: Callable[[int, Sequence[Image.Image]], object] = _nothing
+    say: Callable[[str], object] = _nothing
+
+
+Hooks = Sequence[MetricsFile | Trackers | Listener]
 
 
 @dataclass(frozen=True)
@@ -39,7 +66,7 @@ def train(
     accelerator: Accelerator,
     *,
     resume: str | None = None,
-    paint: Predictor | None = None,
+    generate_samples: SampleGenerator | None = None,
     listener: Listener | None = None,
 ) -> Outcome:
     """Train until `train.max_steps` or `train.epochs`. SIGINT and SIGTERM end the run after the current step, saved.
@@ -50,8 +77,8 @@ def train(
         stream: this process's batches.
         accelerator: device, precision and process group.
         resume: a checkpoint folder, or "latest"; the run goes on as if it had never stopped.
-        paint: what paints the sample images at each validation.
-        listener: is told how it goes.
+        generate_samples: generates the sample images at each validation.
+        listener: hears how the run goes.
 
     Raises:
         UsageError: the output folder holds another run, or one is using it; or there is nothing to resume from.
@@ -61,24 +88,24 @@ def train(
     output_dir, main = Path(config.train.output_dir), accelerator.is_main_process
     listener = listener if listener and main else Listener()
     with locked(output_dir) if main else nullcontext():
-        # The main process holds the lock: where it starts, the others do.
-        start = broadcast_object_list([find_start(resume, output_dir) if main else None])[0]
+        # The main process holds the lock: the others resume from the checkpoint that it finds.
+        resume_from = broadcast_object_list([find_resume(resume, output_dir) if main else None])[0]
         if main:
             remove_leftovers(output_dir)
         setup = plan_memory(config, pretrained, stream, accelerator)
         tell_memory(setup, accelerator.device, listener.say)
         with explained_memory(setup):
-            run = Run(config, pretrained, stream, accelerator, start)
+            run = Run(config, pretrained, stream, accelerator, resume_from)
             for line in unheeded(config, run.steps, masked=stream.samples.masked):
                 listener.say(line)
             listener.start(run.step, run.steps)
-            saved = _taken(run, start or output_dir, paint, listener)
+            saved = _train(run, resume_from or output_dir, generate_samples, listener)
             run.finish()
     return Outcome(run.step, saved, interrupted=run.step < run.steps)
 
 
 def unheeded(config: Config, steps: int, *, masked: bool) -> Iterator[str]:
-    """What the user may have meant and will not get in a run of so many steps, a line each.
+    """Settings that have no effect in a run of so many steps, a warning each.
 
     Args:
         masked: whether a sample has a loss mask.
@@ -97,50 +124,70 @@ def unheeded(config: Config, steps: int, *, masked: bool) -> Iterator[str]:
         )
 
 
-def _taken(run: Run, saved: Path, paint: Predictor | None, listener: Listener) -> Path:
-    """All steps of a run that are left; gives its last checkpoint, which is `saved` if there is none left."""
-    train, every = run.config.train, run.config.validation.every
-    reporter = Reporter(run.config, run.pretrained, run.stream, run.accelerator, resumed=run.step > 0)
+def _train(run: Run, saved: Path, generate_samples: SampleGenerator | None, listener: Listener) -> Path:
+    """Take the steps that are left; returns the last checkpoint, which is `saved` when no step is left."""
+    config, accelerator = run.config, run.accelerator
+    reporter = Reporter(config, run.pretrained, run.stream, accelerator, resumed=run.step > 0)
     with (
-        Journal(run.config, run.accelerator, listener, run.step) as journal,
-        stop_requested(run.accelerator) as stopping,
-        closing(run.feed),
+        MetricsFile(Path(config.train.output_dir), run.step, enabled=accelerator.is_main_process) as metrics_file,
+        Trackers(config, accelerator) as trackers,
+        stop_requested(accelerator) as stop,
+        closing(run.batches),
     ):
-
-        def look() -> None:
-            if validation := run.validate():
-                journal.validation(run.step, validation)
-            if paint and (images := run.paint(paint)):
-                journal.images(run.step, images)
-
+        hooks = (metrics_file, trackers, listener)
         if run.step == 0:
-            look()
-        last = run.step == run.steps
-        if last:
-            run.tidy(lambda: reporter.report(run.step, ended=True))
-        while not last:
-            journal.step(run.take_step())
-            last = stopping() or run.step == run.steps
-            # Not where it was asked to stop: a run that goes on from there is to be the run that was never stopped.
-            if run.step == run.steps or run.step % every == 0:
-                look()
-            if last or run.step % train.checkpoint_every == 0:
-                saved = run.save(lambda: reporter.report(run.step, ended=run.step == run.steps))
+            _validate(run, generate_samples, hooks)
+        if run.step == run.steps:
+            _complete(run, reporter)
+        stopped = False
+        while run.step < run.steps and not stopped:
+            metrics = run.training_step()
+            for hook in hooks:
+                hook.step(metrics)
+            stopped, ended = stop(), run.step == run.steps
+            # Not where the run stops: one that goes on from there is to be the run that was never stopped.
+            if ended or run.step % config.validation.every == 0:
+                _validate(run, generate_samples, hooks)
+            if stopped or ended or run.step % config.train.checkpoint_every == 0:
+                saved = save_checkpoint(run, reporter)
     return saved
 
 
-def find_start(resume: str | None, output_dir: Path) -> Path | None:
-    """The checkpoint that a run resumes from; None for a new run. Asked before the work, and under the lock.
+def _validate(run: Run, generate_samples: SampleGenerator | None, hooks: Hooks) -> None:
+    if validation := run.validate():
+        for hook in hooks:
+            hook.validation(run.step, validation)
+    if generate_samples and (images := run.sample_images(generate_samples)):
+        for hook in hooks:
+            hook.images(run.step, images)
 
-    Raises:
-        UsageError: there is no such checkpoint; or the output folder holds another run, or is no folder.
-    """
-    require_folder(output_dir)
-    start = find_checkpoint(resume, output_dir) if resume else None
-    if checkpoints(output_dir) and (start is None or start.parent.resolve() != output_dir.resolve()):
-        raise UsageError(
-            "the output folder holds a run already",
-            where=output_dir,
-            hint="go on with --resume latest, or give the new run its own train.output_dir",
-        )
-    return start
+
+def save_checkpoint(run: Run, reporter: Reporter) -> Path:
+    """Write a checkpoint with its model card, and run.json. Every process takes part; the main one writes."""
+    output_dir = Path(run.config.train.output_dir)
+    state, tensors = run.state_dict()
+    if not run.accelerator.is_main_process:
+        return output_dir
+    report = reporter.report(run.step, ended=run.step == run.steps)
+    folder = checkpoint.save(output_dir, state, tensors, run.trainable, report)
+    write_run(output_dir, replace(report, checkpoints=_kept(run, output_dir)))
+    return folder
+
+
+def _complete(run: Run, reporter: Reporter) -> None:
+    """Do what `save_checkpoint` does after the checkpoint, if a kill prevented that. Else change nothing."""
+    output_dir = Path(run.config.train.output_dir)
+    if not run.accelerator.is_main_process or not checkpoints(output_dir):
+        return
+    kept = _kept(run, output_dir)
+    with suppress(QieError):
+        report = read_run(output_dir)
+        if report.finished and (report.steps, report.checkpoints) == (run.step, kept):
+            return
+    write_run(output_dir, replace(reporter.report(run.step, ended=True), checkpoints=kept))
+
+
+def _kept(run: Run, output_dir: Path) -> tuple[str, ...]:
+    """The names of the checkpoints that stay; the others are removed."""
+    remove_old(output_dir, run.step, run.config.train.keep_last, run.config.train.keep_every)
+    return tuple(folder.name for folder in checkpoints(output_dir))

@@ -1,8 +1,12 @@
-"""The processes of a run: one, or a group that torchrun or accelerate launch has started."""
+"""The processes of a run, one or a group of torchrun or accelerate launch: how they start, and agree to stop."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -11,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from qie.config import Config
 from qie.errors import UsageError
-from qie.training.telling.tracking import require_trackers
+from qie.training.telling.trackers import require_trackers
 
 _START = "start several processes with torchrun or accelerate launch; for one, unset WORLD_SIZE and LOCAL_RANK"
 
@@ -54,3 +58,33 @@ def accelerator_of(config: Config) -> Accelerator:
             hint=_START,
         )
     return accelerator
+
+
+@contextmanager
+def stop_requested(accelerator: Accelerator) -> Iterator[Callable[[], bool]]:
+    """Within, SIGINT and SIGTERM ask the run to stop. Gives a function that says whether any process was asked.
+
+    The loop calls it between steps; it answers the same in all processes. A second signal interrupts at once.
+    """
+    asked = threading.Event()
+
+    def on_signal(*_: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    def agreed() -> bool:
+        if accelerator.num_processes == 1:
+            return asked.is_set()
+        flag = torch.tensor(float(asked.is_set()), device=accelerator.device)
+        return bool(accelerator.reduce(flag, "sum") > 0)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield agreed  # signals reach the main thread only
+        return
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield agreed
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,12 +1,13 @@
-"""A run's state, and what can be done with it: a step, a validation, a checkpoint."""
+"""A run: its model, optimizer and batches, and the acts of a run: a training step, a validation, its state."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,33 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers import QwenImageTransformer2DModel
 from PIL import Image
-from safetensors.torch import save_file
 
 from qie.config import Config
 from qie.data.stream import Stream
-from qie.errors import QieError
+from qie.errors import ConfigError, QieError
 from qie.pretrained import PretrainedModel
-from qie.training.checkpoint import STATE_FILE, checkpoints, explained_damage, publish_checkpoint, remove_old
-from qie.training.feed import Prepared, batches_of, iter_prepared, planned_steps, require_null_prompts
+from qie.stages import Pipeline
+from qie.training.checkpoint import (
+    OPTIMIZER_FILE,
+    RunState,
+    RunTensors,
+    explained_damage,
+    identity,
+    load,
+    require_same,
+    require_steps,
+)
 from qie.training.model.load import load_shift
-from qie.training.model.sharding import require_finite, whole
+from qie.training.model.sharding import TensorFiles, require_finite, whole
 from qie.training.model.trainable import TrainableModel
-from qie.training.objective import Objective, derive_seed
-from qie.training.optimizer import check_optimizer, make_optimizer, make_schedule, named_state
-from qie.training.resuming import OPTIMIZER_FILE, Saved, identity, require_same, require_steps
-from qie.training.telling.card import RunReport, read_run, write_card, write_run
-from qie.training.telling.metrics import Speed, StepMetrics, by_level, peak_memory_bytes
-from qie.training.validation import Validation, validate
+from qie.training.objective import NoiseDraws, Objective, derive_seed
+from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
+from qie.training.output_dir import STATE_FILE
+from qie.training.telling.metrics import Speed, StepMetrics, Validation, by_level, peak_memory_bytes
+from qie.types import Batch
 
-Predictor = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
-"""Paints the images of validation.samples with the model as it is."""
+SampleGenerator = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
+"""Generates the images of validation.samples with the model as it is."""
 
 
 class Run:
@@ -45,119 +53,127 @@ class Run:
         pretrained: the base model.
         stream: this process's batches.
         accelerator: device, precision and processes.
-        start: a checkpoint folder to go on from.
+        resume_from: a checkpoint folder; None for a new run.
 
     Attributes:
         step, steps: optimizer steps done, and planned.
-        taken: batches trained on; noise is a function of their number.
-        position: of the stream behind them; the stream itself is ahead of it.
+        batches: prepared batches, from the next one on.
+        batches_done: the number of batches trained on; the next one's noise is a function of it.
+        position: the stream's state after them. The stream itself is ahead.
 
     Raises:
-        QieError: `start` is damaged, or of another run.
+        ConfigError: optimizer or schedule cannot be made, or there are no null prompts for dropped captions.
+        QieError: the checkpoint is damaged, or of another run.
     """
 
     def __init__(
-        self, config: Config, pretrained: PretrainedModel, stream: Stream, accelerator: Accelerator, start: Path | None
+        self,
+        config: Config,
+        pretrained: PretrainedModel,
+        stream: Stream,
+        accelerator: Accelerator,
+        resume_from: Path | None = None,
     ) -> None:
         self.config, self.pretrained, self.stream, self.accelerator = config, pretrained, stream, accelerator
-        self.step, self._nonfinite = 0, 0
-        self.taken = 0
-        self._batches = None if config.train.epochs is None else batches_of(stream, config.train.epochs)
-        self.steps = planned_steps(config.train, self._batches)
+        train = config.train
+        planned = None if train.epochs is None else count_batches(stream, train.epochs)
+        self._planned_batches = planned
+        self.steps = train.max_steps if planned is None else math.ceil(planned / train.gradient_accumulation_steps)
+        # Everything that can be refused is refused before the weights are read.
         check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device, self.steps)
         require_null_prompts(stream, config.data.caption_dropout_rate)
         main = accelerator.is_main_process
-        state = Saved.read(start, hashes=main) if start else None
-        if start and state:
-            require_steps(state, self.steps, start)
+        state = load(resume_from, hashes=main) if resume_from else None
+        if resume_from and state:
+            require_steps(state, self.steps, resume_from)
         self._identity = identity(config, pretrained) if main else {}
-        if start and state and main:
-            require_same(state, self._identity, start)
-        self._unproved = start
-        dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-        self.trainable = TrainableModel(pretrained, config, dtype, accelerator.device, weights=start)
+        if resume_from and state and main:
+            require_same(state, self._identity, resume_from)
+        dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
+        self.trainable = TrainableModel(pretrained, config, dtype, accelerator.device, weights=resume_from)
         self.optimizer = make_optimizer(config.optimizer, list(self.trainable.parameters.values()))
         self.schedule = make_schedule(config.lr_scheduler, self.optimizer, self.steps)
         self._stepper = self.trainable.prepare(accelerator, self.optimizer)
         self.objective = Objective(
             config.loss,
             config.data.caption_dropout_rate,
-            config.train.seed,
+            train.seed,
             load_shift(pretrained),
             accelerator.device,
             dtype,
             config.data.control_dropout_rate,
         )
-        if start and state:
-            self._restore(start, state)
+        self.step, self.batches_done, self._nonfinite, self._unproved = 0, 0, 0, resume_from
+        if resume_from and state:
+            self.load_state_dict(state, resume_from)
         self.position = stream.state_dict()
-        self._speed = Speed.of(
-            self.trainable.transformer.config,
-            accelerator.device,
-            dtype,
-            config.logging.peak_tflops,
-            not config.model.lora,
-        )
-        self.feed = iter_prepared(stream, self.objective, self.taken)
+        self.batches = iter_prepared(stream, self.objective, self.batches_done)
+        transformer, lora = self.trainable.transformer.config, config.model.lora
+        self._speed = Speed.of(transformer, accelerator.device, dtype, config.logging.peak_tflops, not lora)
 
-    def take_step(self) -> StepMetrics:
-        """One optimizer step over `gradient_accumulation_steps` batches, or what is left of the last epoch.
+    def training_step(self) -> StepMetrics:
+        """One optimizer step over `gradient_accumulation_steps` batches, or over the rest of the last epoch.
 
         Raises:
-            QieError: neither its loss nor those of `max_nonfinite_steps` - 1 steps before it are finite.
+            QieError: neither its loss nor those of the `max_nonfinite_steps` - 1 steps before it are finite.
         """
         section, started = self.config.train, time.perf_counter()
-        # What else draws numbers, such as LoRA dropout, draws the same ones in this step of any run.
+        # Other random numbers, such as those of LoRA dropout, are the same in this step of any run.
         torch.manual_seed(derive_seed(section.seed, self.step, "dropout", self.accelerator.process_index))
-        count = section.gradient_accumulation_steps
-        count = count if self._batches is None else min(count, self._batches - self.taken)
-        waited, flops = 0.0, 0.0
+        planned = self._planned_batches
+        parts = section.gradient_accumulation_steps
+        parts = parts if planned is None else min(parts, planned - self.batches_done)
+        waited_s, flops = 0.0, 0.0
         rows: list[torch.Tensor] = []
         keys: list[str] = []
-        for part in range(count):
+        for part in range(parts):
             waiting = time.perf_counter()
-            prepared = next(self.feed)
-            waited += time.perf_counter() - waiting
-            with nullcontext() if part == count - 1 else self.accelerator.no_sync(self.trainable.model):
-                rows.append(self._backward(prepared, count))
+            prepared = next(self.batches)
+            waited_s += time.perf_counter() - waiting
+            with nullcontext() if part == parts - 1 else self.accelerator.no_sync(self.trainable.model):
+                rows.append(self._backward(prepared, parts))
             keys.extend(prepared.batch.keys)
             flops += self._speed.flops(prepared.batch)
-        self.position, self.taken = prepared.position, self.taken + count
-        limit = math.inf if section.max_grad_norm is None else section.max_grad_norm
-        norm = self.accelerator.clip_grad_norm_(list(self.trainable.parameters.values()), limit)
-        grad_norm = float(whole(norm)) if isinstance(norm, torch.Tensor) else float(norm)
+        self.position, self.batches_done = prepared.position, self.batches_done + parts
+        grad_norm = self._clip()
         losses, sigmas, weights = self.accelerator.gather(torch.cat(rows)).cpu().unbind(1)
         lr = float(self.schedule.get_last_lr()[0])
         self._update(finite=math.isfinite(grad_norm) and bool(torch.isfinite(losses).all()))
         if self._nonfinite >= section.max_nonfinite_steps:
             raise self._not_finite(keys, rows)
-        took = time.perf_counter() - started
-        samples = int((weights > 0).sum())  # what only fills a batch up is none
+        step_time_s, counted = time.perf_counter() - started, weights > 0  # padding of a batch weighs 0
         return StepMetrics(
             step=self.step,
             epoch=prepared.epoch,
             loss=float((losses * weights).mean()),
-            loss_by_level=by_level(sigmas[weights > 0], losses[weights > 0]),
+            loss_by_level=by_level(sigmas[counted], losses[counted]),
             grad_norm=grad_norm,
             lr=lr,
-            samples=samples,
-            samples_per_s=samples / took,
-            step_time_s=took,
-            data_wait_s=waited,
+            samples=int(counted.sum()),
+            samples_per_s=int(counted.sum()) / step_time_s,
+            step_time_s=step_time_s,
+            data_wait_s=waited_s,
             peak_memory_bytes=peak_memory_bytes(self.accelerator.device),
-            mfu=self._speed.mfu(flops, took),
+            mfu=self._speed.mfu(flops, step_time_s),
         )
 
-    def _backward(self, prepared: Prepared, count: int) -> torch.Tensor:
-        """Gradients of one of `count` batches; gives loss, noise level and weight of each sample, [B, 3]."""
+    def _backward(self, prepared: PreparedBatch, parts: int) -> torch.Tensor:
+        """Add the gradients of one of `parts` batches; gives loss, noise level and weight of each sample, [B, 3]."""
         batch = prepared.batch
         found = self.objective.losses(self.trainable.model, batch, prepared.draws)
-        self.accelerator.backward((found.loss * batch.weight).mean() / count)
+        self.accelerator.backward((found.loss * batch.weight).mean() / parts)
         return torch.stack([found.loss.detach(), found.sigmas.to(found.loss.device), batch.weight], 1)
 
+    def _clip(self) -> float:
+        """Scale gradients longer than `max_grad_norm` down to it; gives their length before."""
+        limit = self.config.train.max_grad_norm
+        parameters = list(self.trainable.parameters.values())
+        norm = self.accelerator.clip_grad_norm_(parameters, math.inf if limit is None else limit)
+        return float(whole(norm)) if isinstance(norm, torch.Tensor) else float(norm)
+
     def _update(self, *, finite: bool) -> None:
-        """Step the optimizer; when the gradients are of no use, only count."""
-        # What no look at a restored state tells, its first use does.
+        """Step the optimizer. When the gradients are not finite, only count."""
+        # Some damage of a restored state shows only when the optimizer uses it.
         unproved, self._unproved = self._unproved, None
         with explained_damage(unproved, f"{OPTIMIZER_FILE} or {STATE_FILE}") if unproved else nullcontext():
             if finite:
@@ -173,75 +189,85 @@ class Run:
     def _not_finite(self, keys: list[str], rows: list[torch.Tensor]) -> QieError:
         finite = torch.isfinite(torch.cat(rows)[:, 0]).tolist()
         bad = gather_object([key[:12] for key, good in zip(keys, finite, strict=True) if not good])
+        steps = f" in {self._nonfinite} steps in a row" if self._nonfinite > 1 else ""
         return QieError(
-            f"the loss is not finite in {self._nonfinite} steps in a row"
-            if self._nonfinite > 1
-            else "the loss is not finite",
+            f"the loss is not finite{steps}",
             where=f"step {self.step}, samples {', '.join(bad) or 'none alone: the gradient'}",
             hint="no weight was changed: look at the samples, go on with --resume latest and leave such steps out with "
-            "train.max_nonfinite_steps, or start anew with a lower optimizer.init_args.lr",
+            "train.max_nonfinite_steps, or start a new run with a lower optimizer.init_args.lr",
         )
 
     def validate(self) -> Validation | None:
-        """The loss on the rows kept out; None when there are none."""
-        with self.trainable.evaluating() as model:
-            return validate(self.objective, model, self.stream, self.accelerator)
+        """The loss on the rows kept out, the same in every process and for any number of them; None without rows.
 
-    def paint(self, painter: Predictor) -> Sequence[Image.Image]:
+        Row i of n takes the noise level (i + ½)/n before the shift, and noise that never changes: the rows cover all
+        levels, and two losses of a run differ only by what the model has learnt between them.
+        """
+        planned = self.stream.validation_batches()
+        if not planned:
+            return None
+        total, world, rank = len(planned), self.accelerator.num_processes, self.accelerator.process_index
+        losses: list[torch.Tensor] = []
+        with self.trainable.evaluating() as model:
+            for turn in range(math.ceil(total / world)):
+                # A process without a row of its own takes the first one again: sharded models compute together.
+                number = turn * world + rank if turn * world + rank < total else 0
+                batch, level = self.stream.load(planned[number]), (number + 0.5) / total
+                losses.append(self.accelerator.gather(self.objective.validation_losses(model, batch, level).float()))
+        rows = torch.cat(losses)[:total].cpu()
+        return Validation(float(rows.mean()), by_level((torch.arange(total) + 0.5) / total, rows))
+
+    def sample_images(self, generate: SampleGenerator) -> Sequence[Image.Image]:
         """The sample images, in the main process. Where the model is spread over processes, all of them take part."""
         main = self.accelerator.is_main_process
         if not main and not self.trainable.sharded:
             return []
         with self.trainable.evaluating() as model:
-            images = painter(model)
+            images = generate(model)
         return images if main else []
 
-    def save(self, report: Callable[[], RunReport]) -> Path:
-        """Write a checkpoint with its model card, and run.json. Every process takes part; the main one writes."""
-        output_dir = Path(self.config.train.output_dir)
+    def state_dict(self) -> tuple[RunState, RunTensors]:
+        """The run between two steps: JSON and tensors, for `checkpoint.save`.
+
+        Collective: every process calls it, since each may hold a part of the tensors. Only the main one gets them.
+
+        Raises:
+            QieError: a tensor is not finite; names it.
+        """
         main = self.accelerator.is_main_process
-        tensors, numbers = named_state(self.optimizer, self.trainable.parameters, wanted=main)
+        moments, numbers = named_state(self.optimizer, self.trainable.parameters, wanted=main)
         weights = self.trainable.tensors(wanted=main)
-        require_finite(tensors)
-        if not main:
-            return output_dir
+        require_finite(moments)
+        schedule = self.schedule.state_dict()
+        state = RunState(
+            self.step, self.batches_done, self._nonfinite, self.position, numbers, schedule, self._identity
+        )
+        return state, RunTensors(weights, moments)
 
-        told = report()
+    def load_state_dict(self, state: RunState, folder: Path) -> None:
+        """Go on from a checkpoint. Every process calls it, and reads from the folder's files its part of each tensor.
 
-        def write(folder: Path) -> dict[str, Any]:
-            self.trainable.save(folder, weights)
-            save_file(tensors, folder / OPTIMIZER_FILE)
-            write_card(folder, told)
-            return {
-                "step": self.step,
-                "batches": self.taken,
-                "nonfinite": self._nonfinite,
-                "stream": self.position,
-                "optimizer": numbers,
-                "schedule": self.schedule.state_dict(),
-                "run": self._identity,
-            }
+        Args:
+            state: what `checkpoint.load` gave for the folder.
+            folder: the checkpoint's.
 
-        saved = publish_checkpoint(output_dir, self.step, write)
-        write_run(output_dir, replace(told, checkpoints=self._kept(output_dir)))
-        return saved
-
-    def tidy(self, report: Callable[[], RunReport]) -> None:
-        """Do what `save` does behind a checkpoint, where a run was killed behind its last one. Else nothing changes."""
-        output_dir = Path(self.config.train.output_dir)
-        if not self.accelerator.is_main_process or not checkpoints(output_dir):
-            return
-        kept = self._kept(output_dir)
-        with suppress(QieError):
-            told = read_run(output_dir)
-            if told.finished and (told.steps, told.checkpoints) == (self.step, kept):
-                return
-        write_run(output_dir, replace(report(), checkpoints=kept))
-
-    def _kept(self, output_dir: Path) -> tuple[str, ...]:
-        """The names of the checkpoints that stay; the others are removed."""
-        remove_old(output_dir, self.step, self.config.train.keep_last, self.config.train.keep_every)
-        return tuple(folder.name for folder in checkpoints(output_dir))
+        Raises:
+            QieError: the checkpoint is damaged; names the file.
+            UsageError: the stream is another one; names the difference.
+        """
+        self.trainable.load(folder)
+        with explained_damage(folder, f"{OPTIMIZER_FILE} or {STATE_FILE}"):
+            moments = TensorFiles([folder / OPTIMIZER_FILE])
+            load_named_state(self.optimizer, self.trainable.parameters, moments, state.optimizer)
+        with explained_damage(folder, STATE_FILE):
+            self.schedule.load_state_dict(state.schedule)
+            rates = self.schedule.get_last_lr()
+            if self.schedule.last_epoch != state.step or not (rates and all(map(math.isfinite, rates))):
+                raise ValueError("schedule is not what a run saves")
+            self.stream.load_state_dict(state.stream)
+            if type(self.stream) is Stream and self.stream.position >= len(self.stream):
+                raise ValueError("stream.position is after the end of its epoch")
+        self.step, self.batches_done, self._nonfinite = state.step, state.batches, state.nonfinite
 
     def finish(self) -> None:
         """Leave the process group, all together: one that leaves while the main process still saves can hang.
@@ -254,11 +280,54 @@ class Run:
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
-    def _restore(self, start: Path, state: Saved) -> None:
-        self.trainable.load(start)
-        state.restore(start, self.optimizer, self.trainable.parameters, self.schedule)
-        with explained_damage(start, STATE_FILE):
-            self.stream.load_state_dict(state.stream)
-            if type(self.stream) is Stream and self.stream.position >= len(self.stream):
-                raise ValueError("stream.position is behind the end of its epoch")
-        self.step, self.taken, self._nonfinite = state.step, state.batches, state.nonfinite
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """A batch on the model's device, its noise draws, its epoch, and the stream's state after it."""
+
+    batch: Batch
+    draws: NoiseDraws
+    epoch: int
+    position: dict[str, Any]
+
+
+def iter_prepared(stream: Stream, objective: Objective, first: int) -> Generator[PreparedBatch]:
+    """Prepared batches of a stream, one ahead of the training step. Their numbers in the run start at `first`.
+
+    A thread draws the noise and starts the copy to the device. Closing the generator ends the thread, even where it
+    waits for a shard that nobody writes.
+    """
+    return Pipeline([], depth=1).run(_prepare(stream, objective, first))
+
+
+def _prepare(stream: Stream, objective: Objective, first: int) -> Iterator[PreparedBatch]:
+    with closing(stream.forever()) as batches:
+        for number in count(first):
+            epoch = stream.epoch
+            batch = next(batches)
+            position = stream.state_dict()
+            draws = objective.draw(batch, number)
+            yield PreparedBatch(objective.moved(batch), draws, epoch, position)
+            del batch, draws
+
+
+def count_batches(stream: Stream, epochs: int) -> int:
+    """Batches of each process in the first `epochs` epochs. By source weights, one may be longer than another."""
+    lengths = []
+    for epoch in range(epochs):
+        stream.set_epoch(epoch)
+        lengths.append(len(stream))
+    stream.set_epoch(0)
+    return sum(lengths)
+
+
+def require_null_prompts(stream: Stream, caption_dropout_rate: float) -> None:
+    """Raise ConfigError when captions are to be dropped, and a sample has no null prompt to take their place."""
+    if caption_dropout_rate and not stream.samples.columns.null_prompts:
+        raise ConfigError(
+            "samples have no null prompt, which takes the place of a dropped caption",
+            where="data.caption_dropout_rate",
+            expected="0 for shards that were imported without null prompts",
+            found=caption_dropout_rate,
+            hint="--set data.caption_dropout_rate=0, or encode the rows with qie-precompute",
+        )

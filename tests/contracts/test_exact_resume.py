@@ -15,8 +15,7 @@ from qie.data.stream import Stream
 from qie.errors import UsageError
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
-from qie.training.loop import train
-from qie.training.telling.journal import Listener
+from qie.training.loop import Listener, train
 from tests.stubs import StubEncoder, StubSource
 
 COMPONENTS = ("transformer", "scheduler")

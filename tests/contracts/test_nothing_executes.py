@@ -29,7 +29,7 @@ from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes, published
 from qie.shards.writer import ShardWriter
 from qie.stores import File, LocalFolder
-from qie.training.checkpoint import read_state
+from qie.training import checkpoint
 from tests.builders import RECIPE, make_entry, make_sample
 from tests.conftest import ROOT
 
@@ -140,7 +140,7 @@ def test_a_pickle_in_place_of_a_checkpoints_files_is_refused_and_does_nothing(tm
     for name in ("state.json", "optimizer.safetensors", "pytorch_lora_weights.safetensors"):
         (folder / name).write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
     with pytest.raises(QieError):
-        read_state(folder)
+        checkpoint.load(folder)
     assert not (tmp_path / "ran").exists()
 
 

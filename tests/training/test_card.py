@@ -14,61 +14,21 @@ import pytest
 import torch
 import yaml
 
-from qie.config import Config, load_config
+from qie.config import load_config
 from qie.errors import QieError
-from qie.recipe import Recipe
 from qie.training.model.lora import save_adapter
 from qie.training.telling.card import (
     CARD_FILE,
     RUN_FILE,
-    RunReport,
     card_text,
     data_digest,
-    library_versions,
     public_config,
     read_run,
     write_card,
     write_run,
 )
 from tests.training.adapters import trained_adapter, transformer_of
-
-RECIPE = Recipe(
-    family="edit",
-    **{name: name[0] * 64 for name in ("vae", "text_encoder", "tokenizer", "processor", "template", "resampling")},
-    areas_px=(1024 * 1024,),
-    text_area_px=None,
-    vae_dtype="bfloat16",
-    text_dtype="bfloat16",
-)
-
-
-def config(**sections) -> Config:
-    return Config.model_validate({"model": {"pretrained_model_name_or_path": "Qwen/Qwen-Image-Edit"}, **sections})
-
-
-def report(settings: Config | None = None, **values) -> RunReport:
-    tree = public_config(settings or config())
-    known = {
-        "base_model": "Qwen/Qwen-Image-Edit",
-        "family": "edit",
-        "config": tree,
-        "recipe": json.loads(json.dumps(RECIPE.to_dict())),
-        "recipe_digest": RECIPE.digest,
-        "data_digest": "d" * 64,
-        "samples": 1200,
-        "versions": library_versions(),
-        "devices": ("NVIDIA H200", "NVIDIA H200"),
-        "world_size": 2,
-        "started": "2026-11-20T10:00:00+00:00",
-        "finished": None,
-        "steps": 500,
-        "final_loss": 0.0625,
-        "validation_losses": ((0, 1.5), (200, 0.75), (400, 0.25)),
-        "checkpoints": ("checkpoint-000500",),
-        "peak_memory_bytes": 41_000_000_000,
-        "samples_per_s": 1.25,
-    }
-    return RunReport(**known | values)
+from tests.training.reports import config, report
 
 
 def front_matter(card: str) -> dict:

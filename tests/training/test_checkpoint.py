@@ -1,36 +1,75 @@
-"""Checkpoint folders: whole or not there, and what is damaged is named with what to do instead."""
+"""Checkpoint folders: whole or not there, and what is damaged is named with what to do instead. One run at a time."""
 
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from qie.errors import QieError, UsageError
-from qie.training import checkpoint
-from qie.training.checkpoint import checkpoints, find_checkpoint, publish_checkpoint, read_state, remove_old
-from qie.training.lock import LOCK_FILE, locked
+from qie.training import output_dir as module
+from qie.training.checkpoint import OPTIMIZER_FILE, RunState, RunTensors, load, save
+from qie.training.output_dir import LOCK_FILE, checkpoints, find_checkpoint, locked, remove_old
+from tests.training.reports import report
+
+STREAM = {"epoch": 1, "position": 3, "of": {"seed": 1}}
 
 
-def written(output_dir: Path, step: int) -> Path:
-    def write(folder: Path) -> dict[str, Any]:
-        (folder / "ema").mkdir()
-        (folder / "weights").write_bytes(b"weights of %d" % step)
-        (folder / "ema" / "weights").write_bytes(b"average")
-        return {"step": step, "half": 0.1}
-
-    return publish_checkpoint(output_dir, step, write)
+def state_of(step: int, **changes: Any) -> RunState:
+    values = {"nonfinite": 0, "stream": STREAM, "optimizer": {"group 0/lr": 0.1}, "schedule": {}, "run": {}}
+    return RunState(**{"step": step, "batches": 2 * step, **values, **changes})
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    folder = written(tmp_path, 7)
+class Model:
+    """Keeps its weights in a file `weights`, and those of a group in a folder of its name."""
+
+    def save(self, folder: Path, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        for group, values in tensors.items():
+            place = folder / group
+            place.mkdir()
+            save_file(dict(values), place / "weights")
+
+
+class Full(Model):
+    """Has no room for the second file."""
+
+    def save(self, folder: Path, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        super().save(folder, tensors)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def written(output_dir: Path, step: int, model: Any = None, **changes: Any) -> Path:
+    one = torch.full((2,), float(step))
+    tensors = RunTensors({"trained": {"a": one}, "ema": {"a": one / 2}}, {"a/exp_avg": one})
+    return save(output_dir, state_of(step, **changes), tensors, model or Model(), report(steps=step))
+
+
+def test_a_saved_state_is_loaded_again_with_its_tensors_in_files_that_everyone_may_read(tmp_path: Path) -> None:
+    folder = written(tmp_path, 7, nonfinite=2)
     assert folder == tmp_path / "checkpoint-000007"
-    assert read_state(folder) == {"step": 7, "half": 0.1}
-    assert sorted(path.name for path in folder.iterdir()) == ["ema", "state.json", "weights"]
+    assert load(folder) == state_of(7, nonfinite=2)
+    assert load_file(folder / OPTIMIZER_FILE)["a/exp_avg"].tolist() == [7.0, 7.0]
+    assert "| steps | 7 |" in (folder / "README.md").read_text()
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert files == ["README.md", "ema/weights", OPTIMIZER_FILE, "state.json", "trained/weights"]
+    assert {(folder / name).stat().st_mode & 0o444 for name in files} == {(folder.stat().st_mode & 0o444)}
+
+
+def test_a_state_of_earlier_versions_without_hash_identity_and_count_is_loaded(tmp_path: Path) -> None:
+    folder = written(tmp_path, 7, run={"model.lora": None})
+    content = json.loads((folder / "state.json").read_text())
+    for name in ("sha256", "nonfinite", "run"):
+        del content[name]
+    (folder / "state.json").write_text(json.dumps(content))
+    assert load(folder) == state_of(7)
 
 
 def test_the_latest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
@@ -42,22 +81,27 @@ def test_the_latest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path / "checkpoint-000005"), tmp_path).name == "checkpoint-000005"
 
 
-def test_where_there_is_none_to_resume_that_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no checkpoint to resume"):
-        find_checkpoint("latest", tmp_path)
-    with pytest.raises(UsageError, match="no such checkpoint"):
-        find_checkpoint(str(tmp_path / "checkpoint-000005"), tmp_path)
+@pytest.mark.parametrize(
+    ("resume", "what"), [("latest", "no checkpoint to resume"), ("checkpoint-000005", "no such checkpoint")]
+)
+def test_where_there_is_none_to_resume_that_is_said(tmp_path: Path, resume: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        find_checkpoint(resume if resume == "latest" else str(tmp_path / resume), tmp_path)
 
 
-DAMAGES = {
-    "a bit is flipped": lambda folder: (folder / "weights").write_bytes(b"weights of 9"),
-    "a file is cut short": lambda folder: (folder / "weights").write_bytes(b"weights"),
-    "a file is gone": lambda folder: (folder / "ema" / "weights").unlink(),
-    "the state is cut short": lambda folder: (folder / "state.json").write_bytes(
-        (folder / "state.json").read_bytes()[:-9]
+def text_of(folder: Path) -> str:
+    return (folder / "state.json").read_text()
+
+
+DAMAGES: dict[str, Any] = {
+    "a bit is flipped": lambda folder: (folder / "trained" / "weights").write_bytes(
+        (folder / "trained" / "weights").read_bytes()[:-1] + b"?"
     ),
-    "a bit of the state is flipped": lambda folder: (folder / "state.json").write_bytes(
-        (folder / "state.json").read_bytes().replace(b"0.1", b"0.3")
+    "a file is cut short": lambda folder: (folder / OPTIMIZER_FILE).write_bytes(b"weights"),
+    "a file is gone": lambda folder: (folder / "ema" / "weights").unlink(),
+    "the state is cut short": lambda folder: (folder / "state.json").write_text(text_of(folder)[:-9]),
+    "a bit of the state is flipped": lambda folder: (folder / "state.json").write_text(
+        text_of(folder).replace("0.1", "0.3")
     ),
     "the state is no text": lambda folder: (folder / "state.json").write_bytes(b"\xff"),
     "the state is too deep": lambda folder: (folder / "state.json").write_text("[" * 100_000),
@@ -66,42 +110,44 @@ DAMAGES = {
 }
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["with one before", "alone"])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(tmp_path: Path, damage: Any) -> None:
-    written(tmp_path, 3)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_or_a_new_start_offered(
+    tmp_path: Path, damage: Any, before: bool
+) -> None:
+    if before:
+        written(tmp_path, 3)
     damage(written(tmp_path, 8))
     with pytest.raises(QieError, match="damaged") as caught:
-        read_state(tmp_path / "checkpoint-000008")
+        load(tmp_path / "checkpoint-000008")
     assert caught.value.where == tmp_path / "checkpoint-000008"
-    assert caught.value.hint == f"go on from the one before: --resume {tmp_path / 'checkpoint-000003'}"
+    offered = f"go on from the one before: --resume {tmp_path / 'checkpoint-000003'}" if before else "start again"
+    assert str(caught.value.hint).startswith(offered)
 
 
-def test_without_one_before_a_new_start_is_offered(tmp_path: Path) -> None:
-    (written(tmp_path, 8) / "weights").unlink()
-    with pytest.raises(QieError) as caught:
-        read_state(tmp_path / "checkpoint-000008")
-    assert "start again" in str(caught.value.hint)
+def test_without_hashes_only_sizes_are_compared(tmp_path: Path) -> None:
+    folder = written(tmp_path, 8)
+    DAMAGES["a bit is flipped"](folder)
+    assert load(folder, hashes=False) == state_of(8)
+    DAMAGES["a file is cut short"](folder)
+    with pytest.raises(QieError, match="damaged"):
+        load(folder, hashes=False)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_half_written(tmp_path: Path) -> None:
     written(tmp_path, 3)
-
-    def write(folder: Path) -> dict[str, Any]:
-        (folder / "weights").write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with pytest.raises(QieError, match="cannot be written") as caught:
-        publish_checkpoint(tmp_path, 8, write)
+        written(tmp_path, 8, Full())
     assert "No space left" in str(caught.value.found)
     assert str(tmp_path / "checkpoint-000003") in str(caught.value.hint)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000003"]
-    assert read_state(tmp_path / "checkpoint-000003")["step"] == 3
+    assert load(tmp_path / "checkpoint-000003").step == 3
 
 
 def test_of_a_step_that_is_there_already_the_newer_one_stays(tmp_path: Path) -> None:
     written(tmp_path, 3)
-    folder = publish_checkpoint(tmp_path, 3, lambda folder: {"step": 3, "half": 0.7})
-    assert read_state(folder) == {"step": 3, "half": 0.7}
+    folder = written(tmp_path, 3, nonfinite=1)
+    assert load(folder).nonfinite == 1
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -121,7 +167,7 @@ def test_the_last_ones_and_every_nth_are_kept(
     tmp_path: Path, step: int, last: int | None, every: int | None, kept: list
 ) -> None:
     for number in range(1, 7):
-        written(tmp_path, number)
+        (tmp_path / f"checkpoint-{number:06d}").mkdir()
     remove_old(tmp_path, step, last, every)
     assert [int(folder.name[-6:]) for folder in checkpoints(tmp_path)] == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
@@ -130,8 +176,9 @@ def test_the_last_ones_and_every_nth_are_kept(
 def test_a_checkpoint_whose_removal_is_cut_short_is_none_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written(tmp_path, 1), written(tmp_path, 2)
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *arguments, **named: None)
+    for step in (1, 2):
+        (tmp_path / f"checkpoint-{step:06d}").mkdir()
+    monkeypatch.setattr(module.shutil, "rmtree", lambda *arguments, **named: None)
     remove_old(tmp_path, 2, 1, None)
     assert checkpoints(tmp_path) == [tmp_path / "checkpoint-000002"]
 
@@ -142,7 +189,7 @@ def test_a_checkpoint_whose_removal_is_cut_short_is_none_any_more(
 HOLDING = """
 import sys
 from pathlib import Path
-from qie.training.lock import locked
+from qie.training.output_dir import locked
 
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
@@ -151,17 +198,18 @@ with locked(Path(sys.argv[1])):
 
 
 def test_a_folder_is_of_one_run_until_that_ends_or_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDING, str(tmp_path / "runs" / "run")]
+    run = tmp_path / "runs" / "run"
+    command = [sys.executable, "-c", HOLDING, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holding:
         assert holding.stdout and holding.stdout.readline() == "locked\n"
-        with pytest.raises(UsageError, match="another run") as caught, locked(tmp_path / "runs" / "run"):
+        with pytest.raises(UsageError, match="another run") as caught, locked(run):
             pass
         assert f"process {holding.pid} on " in str(caught.value.found)
         holding.kill()
-    assert [path.name for path in (tmp_path / "runs" / "run").iterdir()] == [LOCK_FILE]
-    with locked(tmp_path / "runs" / "run"):
+    assert [path.name for path in run.iterdir()] == [LOCK_FILE]
+    with locked(run):
         pass
-    assert list((tmp_path / "runs" / "run").iterdir()) == []
+    assert list(run.iterdir()) == []
 
 
 def test_a_lock_leaves_no_folder_that_was_not_used_and_follows_no_link(tmp_path: Path) -> None:

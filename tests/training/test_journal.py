@@ -128,15 +128,15 @@ def test_run_json_and_the_card_tell_what_the_metrics_tell(painted: Path, tiny_ed
 def test_until_its_end_a_run_is_not_finished_and_keeps_its_start_when_it_goes_on(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_step = run_module.Run.take_step
+    training_step = run_module.Run.training_step
 
     def failing(run):
         if run.step == 3:
             raise KeyboardInterrupt
-        return take_step(run)
+        return training_step(run)
 
     with monkeypatch.context() as within:
-        within.setattr(run_module.Run, "take_step", failing)
+        within.setattr(run_module.Run, "training_step", failing)
         bench.train(tmp_path, train__checkpoint_every=2, code=130)
     assert read_run(tmp_path).finished is None
     told = json.loads((tmp_path / "run.json").read_text())

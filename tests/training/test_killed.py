@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from qie.data.sources import open_source
 from qie.precompute import precompute
-from qie.training.checkpoint import checkpoints, read_state
+from qie.training.checkpoint import load
+from qie.training.output_dir import checkpoints
 from qie.training.telling.card import read_run
 from tests.conftest import AREA_PX, ROOT
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines
@@ -27,14 +28,14 @@ import os, signal, sys
 from qie.cli.train import main
 from qie.training.run import Run
 
-take_step = Run.take_step
+training_step = Run.training_step
 
 def last_step(run):
     if run.step == {steps}:
         os.kill(os.getpid(), signal.SIGKILL)
-    return take_step(run)
+    return training_step(run)
 
-Run.take_step = last_step
+Run.training_step = last_step
 main(sys.argv[1:])
 """
 
@@ -197,7 +198,7 @@ def test_killed_at_every_operation_on_a_file_a_run_goes_on_or_starts_again(bench
     for number in range(moments.count):
         folder = tmp_path / "killed" / f"{number:03d}"
         for whole in checkpoints(folder):
-            assert read_state(whole)["step"] == int(whole.name[-6:])
+            assert load(whole).step == int(whole.name[-6:])
         if listing(folder) not in kinds:
             kinds.add(listing(folder))
             goes_on(bench, folder, tmp_path / "whole", **settings)

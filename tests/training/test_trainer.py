@@ -121,15 +121,15 @@ def test_longer_gradients_are_scaled_down(bench: Bench, tmp_path: Path, longest:
 
 def test_the_average_is_that_of_the_formula(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first: dict[str, torch.Tensor] = {}
-    take_step = Run.take_step
+    training_step = Run.training_step
 
     def remember(run: Run):
         if run.step == 0:
             state = adapter_tensors(run.trainable.transformer)
             first.update({f"transformer.{name}": tensor.clone() for name, tensor in state.items()})
-        return take_step(run)
+        return training_step(run)
 
-    monkeypatch.setattr(Run, "take_step", remember)
+    monkeypatch.setattr(Run, "training_step", remember)
     bench.train(tmp_path, train__max_steps=3, train__checkpoint_every=1, train__ema_decay=0.25)
     expected = first
     for step, decay in [(1, 2 / 11), (2, 3 / 12), (3, 0.25)]:  # 4/13 is more than 0.25
@@ -167,11 +167,9 @@ def test_all_weights_are_trained_saved_for_diffusers_and_resumed_bit_for_bit(
     bench: Bench, tiny_edit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: dict[str, torch.Tensor] = {}
-    save = Run.save
+    state_dict = Run.state_dict
     monkeypatch.setattr(
-        Run,
-        "save",
-        lambda run, report: ends.update(run.trainable.transformer.state_dict()) or save(run, report),
+        Run, "state_dict", lambda run: ends.update(run.trainable.transformer.state_dict()) or state_dict(run)
     )
     settings = {**FULL, "train__checkpoint_every": 3, "train__ema_decay": 0.5}
     bench.train(tmp_path / "whole", train__max_steps=6, **settings)

@@ -20,15 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from qie.data.sources import open_source
 from qie.precompute import precompute
-from qie.training import resuming
-from qie.training import run as run_module
-from qie.training.checkpoint import read_state
+from qie.training import checkpoint as checkpoint_module
+from qie.training.checkpoint import OPTIMIZER_FILE, load
 from qie.training.model import trainable
 from qie.training.model.lora import adapter_tensors
 from qie.training.objective import Losses, Objective
-from qie.training.resuming import OPTIMIZER_FILE
+from qie.training.processes import stop_requested
 from qie.training.run import Run
-from qie.training.stopping import stop_requested
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines, losses, names, tree
 
 
@@ -49,7 +47,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(trainable, "load_transformer", refuse)
-    monkeypatch.setattr(resuming, "content_hash", refuse)
+    monkeypatch.setattr(checkpoint_module, "content_hash", refuse)
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, bad: Callable[[int], bool]) -> list[tuple[str, ...]]:
@@ -76,15 +74,15 @@ def test_a_loss_that_is_no_number_stops_the_run_with_its_sample_and_changes_no_w
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: list[Run] = []
-    take_step = Run.take_step
-    monkeypatch.setattr(Run, "take_step", lambda run: runs.append(run) or take_step(run))
+    training_step = Run.training_step
+    monkeypatch.setattr(Run, "training_step", lambda run: runs.append(run) or training_step(run))
     keys = poisoned(monkeypatch, lambda batch: batch == 6)
     settings = {"data__batch_size": 2, "train__gradient_accumulation_steps": 2, "train__checkpoint_every": 2}
     message = bench.train(tmp_path, **settings, code=1).stderr
     assert "the loss is not finite" in message and "step 3" in message
     assert keys[5][-1][:12] in message
     assert not any(key[:12] in message for key in {*keys[4], *keys[5][:-1]} - {keys[5][-1]})
-    assert names(tmp_path) == ["checkpoint-000002"] and read_state(checkpoint(tmp_path, 2))["step"] == 2
+    assert names(tmp_path) == ["checkpoint-000002"] and load(checkpoint(tmp_path, 2)).step == 2
     saved = load_file(checkpoint(tmp_path, 2) / ADAPTER)
     for name, tensor in adapter_tensors(runs[-1].trainable.transformer).items():
         assert torch.equal(tensor, saved[f"transformer.{name}"]), name
@@ -134,26 +132,26 @@ def test_a_full_disk_while_saving_is_explained_and_the_run_goes_on_from_the_chec
             raise OSError(errno.ENOSPC, "No space left on device")
         save_file(tensors, file)
 
-    monkeypatch.setattr(run_module, "save_file", full)
+    monkeypatch.setattr(checkpoint_module, "save_file", full)
     message = bench.train(tmp_path, train__checkpoint_every=1, code=1).stderr
     assert "cannot be written" in message and "No space left" in message
     assert f"--resume {checkpoint(tmp_path, 1)}" in message
-    assert names(tmp_path) == ["checkpoint-000001"] and read_state(checkpoint(tmp_path, 1))["step"] == 1
+    assert names(tmp_path) == ["checkpoint-000001"] and load(checkpoint(tmp_path, 1)).step == 1
     bench.train(tmp_path, "--resume", checkpoint(tmp_path, 1), train__checkpoint_every=1)
     assert lines(tmp_path) == lines(plain)
     assert (checkpoint(tmp_path, 4) / ADAPTER).read_bytes() == (checkpoint(plain, 4) / ADAPTER).read_bytes()
 
 
 def signalled(monkeypatch: pytest.MonkeyPatch, step: int, times: int) -> None:
-    take_step = Run.take_step
+    training_step = Run.training_step
 
     def interrupted(run: Run):
         if run.step == step:
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
-        return take_step(run)
+        return training_step(run)
 
-    monkeypatch.setattr(Run, "take_step", interrupted)
+    monkeypatch.setattr(Run, "training_step", interrupted)
 
 
 def test_ctrl_c_twice_stops_at_once_and_says_how_to_go_on(
@@ -512,7 +510,7 @@ def test_a_transformer_that_was_changed_is_refused(bench: Bench, tmp_path: Path)
 def test_weights_that_are_not_finite_are_not_saved(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Run.take_step
+    step = Run.training_step
 
     def overflow(run: Run):
         found = step(run)
@@ -520,7 +518,7 @@ def test_weights_that_are_not_finite_are_not_saved(
             next(iter(run.trainable.parameters.values())).data.view(-1)[0] = math.inf
         return found
 
-    monkeypatch.setattr(Run, "take_step", overflow)
+    monkeypatch.setattr(Run, "training_step", overflow)
     message = bench.train(tmp_path, train__max_steps=2, train__checkpoint_every=1, code=1).stderr
     assert "not finite" in message and "lora_A" in message and "--resume latest" in message
     assert names(tmp_path) == ["checkpoint-000001"]

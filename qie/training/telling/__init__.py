@@ -1,1 +1,1 @@
-"""What a run tells: its metrics, trackers, run.json and model card."""
+"""What a run tells: metrics.jsonl, trackers, run.json and the model card."""

@@ -1,4 +1,4 @@
-"""What is told of a run: `run.json` for programs, and `README.md`, a model card as the Hugging Face hub expects it."""
+"""The report of a run: `run.json` for programs, and `README.md`, a model card as the Hugging Face hub expects it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ import math
 import platform
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from huggingface_hub import ModelCardData
 from numpy.typing import NDArray
 
 from qie.config import Config
+from qie.data.stream import Stream
 from qie.errors import QieError
 from qie.paths import local_path
+from qie.pretrained import PretrainedModel
 from qie.recipe import FAMILIES
 from qie.stores import LocalFolder
 from qie.training.model.adapter_file import ADAPTER_FILE
+from qie.training.telling.metrics import METRICS_FILE, read_metrics
 
 RUN_FILE = "run.json"
 CARD_FILE = "README.md"
@@ -52,8 +59,8 @@ class RunReport:
         config: the configuration, see `public_config`.
         recipe: how rows were encoded, see `qie.recipe.Recipe.to_dict`.
         recipe_digest: its hash.
-        data_digest: which samples were trained on, see `data_digest`.
-        samples: how many.
+        data_digest: of the samples that were trained on, see `data_digest`.
+        samples: their number.
         versions: of the libraries, see `library_versions`.
         devices: name of each process's device.
         world_size: number of processes.
@@ -62,9 +69,9 @@ class RunReport:
         final_loss: training loss of the last of them.
         validation_losses: (step, loss), in their order.
         checkpoints: their folders' names, in their order.
-        peak_memory_bytes: the most that one device held; None where that is not known.
+        peak_memory_bytes: the maximum that one device held; None where that is not known.
         samples_per_s: of all processes, waiting for data included.
-        accepted: how the recipe differs from the configuration's, which the run's owner accepted.
+        accepted: the differences between the recipe and the configuration's, which the run's owner accepted.
     """
 
     base_model: str
@@ -88,8 +95,73 @@ class RunReport:
     accepted: tuple[str, ...] = ()
 
 
+class Reporter:
+    """Makes the reports of a run. Every process makes a reporter, since each names its device.
+
+    Args:
+        resumed: the run started when its first report says.
+    """
+
+    def __init__(
+        self, config: Config, pretrained: PretrainedModel, stream: Stream, accelerator: Accelerator, *, resumed: bool
+    ) -> None:
+        self._config, self._pretrained, self._stream = config, pretrained, stream
+        self._devices: Sequence[str] = gather_object([_device_name(accelerator.device)])
+        digests = stream.samples.digests
+        trained = digests[~stream.held_out] if accelerator.is_main_process else digests[:0]
+        self._samples, self._digest = len(trained), data_digest(trained)
+        self._output_dir = Path(config.train.output_dir)
+        self._started = _started(self._output_dir) if resumed else _now()
+
+    def report(self, step: int, *, ended: bool) -> RunReport:
+        """The run after `step` steps, by its metrics.jsonl. The caller fills in the checkpoints."""
+        path = self._output_dir / METRICS_FILE
+        lines = read_metrics(path) if path.is_file() else []
+        steps = [line for line in lines if "loss" in line]
+        took_s = sum(line["step_time_s"] for line in steps)
+        recipe = self._stream.samples.recipe
+        return RunReport(
+            base_model=self._config.model.pretrained_model_name_or_path,
+            family=self._pretrained.family.name,
+            config=public_config(self._config),
+            recipe=recipe.to_dict(),
+            recipe_digest=recipe.digest,
+            data_digest=self._digest,
+            samples=self._samples,
+            versions=library_versions(),
+            devices=tuple(self._devices),
+            world_size=len(self._devices),
+            started=self._started,
+            finished=_now() if ended else None,
+            steps=step,
+            final_loss=steps[-1]["loss"] if steps else None,
+            validation_losses=tuple(
+                (line["step"], line["validation_loss"]) for line in lines if line.get("validation_loss") is not None
+            ),
+            checkpoints=(),
+            peak_memory_bytes=max((line["peak_memory_bytes"] for line in steps), default=None),
+            samples_per_s=sum(line["samples"] for line in steps) / took_s if took_s else None,
+            accepted=self._stream.accepted,
+        )
+
+
+def _started(output_dir: Path) -> str:
+    try:
+        return read_run(output_dir).started
+    except QieError:
+        return _now()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
 def public_config(config: Config) -> dict[str, Any]:
-    """A configuration as plain values that can be shown, and without secrets be loaded again."""
+    """A configuration as plain values for everyone: without secrets. `load_config` reads it again."""
     tree = config.model_dump(mode="json")
     if config.train.epochs is not None:
         del tree["train"]["max_steps"]  # a default, which excludes epochs when it is read
@@ -117,14 +189,14 @@ def write_run(folder: Path, report: RunReport) -> None:
 
 
 def read_run(folder: Path) -> RunReport:
-    """What `write_run` has written.
+    """The report that `write_run` has written.
 
     Raises:
         QieError: there is no run.json, or it is another program's.
     """
     try:
         values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-        values = {"accepted": ()} | values  # runs of before there was such a thing
+        values = {"accepted": ()} | values  # which earlier versions did not write
         values = {field.name: values[field.name] for field in fields(RunReport)}
         values["validation_losses"] = tuple((int(step), loss) for step, loss in values["validation_losses"])
         return RunReport(**values | {name: tuple(values[name]) for name in ("devices", "checkpoints", "accepted")})
@@ -145,7 +217,7 @@ def write_card(folder: Path, report: RunReport, license: str | None = None) -> N
 
 
 def card_text(report: RunReport, *, on_hub: bool, license: str | None = None) -> str:
-    """The model card: Markdown behind a YAML front matter. `on_hub`: `base_model` is a name there, to be linked to."""
+    """The model card: a YAML front matter, then Markdown. `on_hub`: `base_model` is a name there, to be linked to."""
     adapter = (report.config.get("model") or {}).get("lora") is not None
     front = ModelCardData(
         base_model=report.base_model if on_hub else None,
@@ -202,7 +274,7 @@ pipe = {pipeline}.from_pretrained({base}, transformer=transformer, {dtype})
 
 
 def _facts(report: RunReport) -> dict[str, str]:
-    """The table's rows; what is not known is not told."""
+    """The table's rows: the known values."""
     losses = dict([*report.validation_losses[:1], *report.validation_losses[-1:]]).items()
     known = {
         "steps": report.steps,

@@ -1,16 +1,17 @@
-"""What a run reports: one JSON line per step in `metrics.jsonl`."""
+"""The numbers of a run's steps and validations, and `metrics.jsonl`, which has a JSON line for each of them."""
 
 from __future__ import annotations
 
 import json
 import math
 import resource
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from qie.stores import LocalFolder
 from qie.training.flops import Architecture, peak_flops, step_flops
@@ -18,25 +19,24 @@ from qie.types import Batch
 
 METRICS_FILE = "metrics.jsonl"
 
-
 LEVELS = 4
-"""In so many equal parts of (0, 1) are noise levels told apart."""
+"""Losses are also averaged in this many equal parts of the noise levels (0, 1)."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one optimizer step reports, of all processes together. Times are wall clock, in seconds.
+    """The numbers of one optimizer step, of all processes together. Times are wall clock, in seconds.
 
     Attributes:
         step: steps done, with this one.
         epoch: of its last batch.
         loss: mean over the samples; not finite when the step was left out.
-        loss_by_level: mean over those in each part of the noise levels σ; None where there was none.
+        loss_by_level: mean over the samples in each part of the noise levels σ; None for a part without samples.
         grad_norm: before it was clipped.
         lr: of this step.
-        samples: how many.
-        samples_per_s, step_time_s: of the whole step; of it, `data_wait_s` went by waiting for batches.
-        peak_memory_bytes: most that this process has held on its GPU, or in host memory without one.
+        samples: their number.
+        samples_per_s, step_time_s: of the whole step. data_wait_s: the part of it that waited for batches.
+        peak_memory_bytes: the maximum that this process has held on its GPU, or in host memory without one.
         mfu: model FLOPs per second against what the GPUs can do; None when either is not known.
     """
 
@@ -55,9 +55,17 @@ class StepMetrics:
 
     @property
     def line(self) -> str:
-        """What stands behind a progress bar."""
+        """The text beside a progress bar."""
         waiting = 100 * self.data_wait_s / self.step_time_s
         return f"loss {self.loss:.4f}, {self.samples_per_s:.2f} samples/s, waiting {waiting:.0f} %"
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Mean loss over the rows, and over those in each quarter of the noise levels; None for a quarter without rows."""
+
+    loss: float
+    loss_by_level: tuple[float | None, ...]
 
 
 def by_level(levels: torch.Tensor, losses: torch.Tensor) -> tuple[float | None, ...]:
@@ -67,7 +75,7 @@ def by_level(levels: torch.Tensor, losses: torch.Tensor) -> tuple[float | None, 
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most that this process has held so far, on the GPU or else in host memory."""
+    """The maximum that this process has held so far, on the GPU or else in host memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -75,7 +83,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """What a step computes against what the device can: `peak` FLOP/s, None where that is not known."""
+    """FLOPs of a step beside those of the device: `peak` FLOP/s, None where that is not known."""
 
     architecture: Architecture
     all_trained: bool
@@ -90,14 +98,14 @@ class Speed:
         peak_tflops: float | None,
         all_trained: bool,
     ) -> Speed:
-        """From a transformer's config; `peak_tflops` goes before what is known of the device."""
+        """From a transformer's config. `peak_tflops` overrides the table of devices."""
         peak = peak_tflops and peak_tflops * 1e12
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device), dtype)
         return cls(Architecture.of(config), all_trained, peak)
 
     def flops(self, batch: Batch) -> float:
-        """Of a training step on a batch, without what is computed again."""
+        """Of a training step on a batch; recomputed activations do not count."""
         latents = (batch.pixel_latent, *batch.control_latent)
         tokens = sum(latent.shape[-2] * latent.shape[-1] // 4 for latent in latents)
         of_one = step_flops(self.architecture, tokens, batch.prompt_embed.shape[1], all_trained=self.all_trained)
@@ -109,12 +117,12 @@ class Speed:
 
 
 class MetricsFile:
-    """`metrics.jsonl` of a run, from `first_step` on: lines of later steps, left by a run that was killed, are dropped.
+    """`metrics.jsonl` of a run that begins after `first_step`. Lines of later steps, left by a killed run, are dropped.
 
     With `enabled` false nothing is written.
     """
 
-    def __init__(self, folder: Path, first_step: int, enabled: bool) -> None:
+    def __init__(self, folder: Path, first_step: int, *, enabled: bool) -> None:
         self._path, self._first_step, self._enabled = folder / METRICS_FILE, first_step, enabled
 
     def __enter__(self) -> MetricsFile:
@@ -125,13 +133,21 @@ class MetricsFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         if self._enabled:
             self._file.close()
 
-    def write(self, values: dict[str, Any]) -> None:
+    def step(self, metrics: StepMetrics) -> None:
+        """Write the line of a step."""
+        self._write(asdict(metrics))
+
+    def validation(self, step: int, found: Validation) -> None:
+        """Write the line of a validation."""
+        self._write({"step": step} | {f"validation_{name}": value for name, value in asdict(found).items()})
+
+    def images(self, step: int, images: Sequence[Image.Image]) -> None:
+        """Write nothing: sample images are files of their own."""
+
+    def _write(self, values: dict[str, Any]) -> None:
         if self._enabled:
             self._file.write(json.dumps({name: _plain(value) for name, value in values.items()}) + "\n")
 
@@ -142,7 +158,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; one that was cut short by a kill, or damaged, is left out."""
+    """The lines of a `metrics.jsonl`, without those that a kill has cut short, or that are damaged."""
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

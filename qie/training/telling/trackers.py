@@ -1,4 +1,4 @@
-"""What a run tells experiment trackers, through accelerate."""
+"""Experiment trackers, through accelerate: TensorBoard, Weights & Biases and others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from PIL import Image
 from qie.config import Config
 from qie.errors import ConfigError
 from qie.training.telling.card import public_config
-from qie.training.telling.metrics import StepMetrics
-from qie.training.validation import Validation
+from qie.training.telling.metrics import StepMetrics, Validation
 
 _NAME_ARGUMENT = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
 
@@ -29,29 +28,31 @@ def require_trackers(names: Sequence[str]) -> None:
             )
 
 
-class Tracking:
-    """The trackers of `logging.report_to`."""
+class Trackers:
+    """The trackers of `logging.report_to`, in every process; accelerate logs from the main one."""
 
     def __init__(self, config: Config, accelerator: Accelerator) -> None:
-        self._accelerator, self._logging = accelerator, config.logging
-        if not self._logging.report_to:
+        self._accelerator, logging = accelerator, config.logging
+        if not logging.report_to:
             return
-        name = self._logging.run_name
+        name = logging.run_name
         arguments = {
             tracker: {_NAME_ARGUMENT[tracker]: name}
-            for tracker in self._logging.report_to
+            for tracker in logging.report_to
             if name and tracker in _NAME_ARGUMENT
         }
-        accelerator.init_trackers(self._logging.project, dict(_flat(public_config(config))), arguments)
+        accelerator.init_trackers(logging.project, dict(_flat(public_config(config))), arguments)
 
-    def finish(self) -> None:
-        """Nothing more will come."""
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         for tracker in self._accelerator.trackers:
             tracker.finish()
         self._accelerator.trackers = []
 
-    def log_step(self, metrics: StepMetrics) -> None:
-        """The numbers of a step."""
+    def step(self, metrics: StepMetrics) -> None:
+        """Log the numbers of a step."""
         numbers: dict[str, float | None] = {
             "loss": metrics.loss,
             "grad_norm": metrics.grad_norm,
@@ -64,17 +65,17 @@ class Tracking:
         }
         self._log(metrics.step, numbers | _levels("loss", metrics.loss_by_level))
 
-    def log_validation(self, step: int, validation: Validation) -> None:
-        """The numbers of a validation."""
-        numbers: dict[str, float | None] = {"validation_loss": validation.loss}
-        self._log(step, numbers | _levels("validation_loss", validation.loss_by_level))
+    def validation(self, step: int, found: Validation) -> None:
+        """Log the numbers of a validation."""
+        numbers: dict[str, float | None] = {"validation_loss": found.loss}
+        self._log(step, numbers | _levels("validation_loss", found.loss_by_level))
 
-    def log_images(self, step: int, images: Sequence[Image.Image]) -> None:
-        """Sample images, to the trackers that show images."""
+    def images(self, step: int, images: Sequence[Image.Image]) -> None:
+        """Give sample images to the trackers that show images."""
         shown = {f"sample {number}": _stacked(image) for number, image in enumerate(images)}
         for tracker in self._accelerator.trackers:
             if hasattr(tracker, "log_images"):
-                # Of them all only TensorBoard expects channels first.
+                # Only TensorBoard expects channels first.
                 tracker.log_images(shown, step, **({"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}))
 
     def _log(self, step: int, numbers: dict[str, float | None]) -> None:
@@ -87,12 +88,12 @@ def _levels(name: str, losses: Sequence[float | None]) -> dict[str, float | None
 
 
 def _stacked(image: Image.Image) -> np.ndarray:
-    """[1, height, width, 3] of uint8: what TensorBoard and Weights & Biases take alike."""
+    """[1, height, width, 3] of uint8: TensorBoard and Weights & Biases both take it."""
     return np.asarray(image.convert("RGB"))[None]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
-    """Nested values as section.key; what a tracker takes as it is, and the text of everything else."""
+    """Nested values as section.key: numbers and text as they are, everything else as its text."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
