@@ -35,7 +35,7 @@ from qie.shards.record import encode
 from qie.shards.table import COLUMNS
 from qie.stores.objects import PART_BYTES
 from qie.stores.retry import REQUEST_S, RETRY_S
-from qie.training import budget
+from qie.training import memory
 from qie.training.memory import Parameters, estimate
 from qie.training.model.lora import add_lora
 from qie.training.telling.metrics import StepMetrics
@@ -309,10 +309,10 @@ SENTENCES = [
     ("guides/s3.md", f"up to {RETRY_S:g} s (`QIE_STORE_RETRY_S`); a store that is silent for {REQUEST_S:g} s"),
     ("guides/s3.md", f"shuffled within {NUMBERS[DataConfig().block_size]} of them"),
     ("commands.md", f"`QIE_STORE_TIMEOUT_S` ({REQUEST_S:g}), `QIE_STORE_RETRY_S` ({RETRY_S:g})"),
-    ("encoding.md", f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read".replace("WEBP", "WebP")),
+    ("encoding.md", f"qie reads {', '.join(FORMATS[:-1])} and {FORMATS[-1]},".replace("WEBP", "WebP")),
     ("encoding.md", f"longer than {MAX_RATIO} times its width"),
     ("scaling.md", f"go in parts of {PART_BYTES // 2**20} MiB"),
-    ("training.md", f"kill what is not done after {inspect.signature(PContext.close).parameters['timeout'].default} s"),
+    ("training.md", f"have not ended after {inspect.signature(PContext.close).parameters['timeout'].default} s"),
 ]
 """(page, a number of the code or of a library in its sentence)."""
 
@@ -393,15 +393,15 @@ def estimated_gb(
 ) -> int:
     """What `qie-train` would say of a released model, with prompts as long as the pages say."""
     lora = config.model.lora and config.model.lora.model_dump(mode="json", exclude={"continue_from"})
-    monkeypatch.setattr(budget, "empty_transformer", lambda checkpoint: prepared(json.dumps(lora), plus))
-    monkeypatch.setattr(budget, "add_lora", lambda *arguments, **more: None)
+    monkeypatch.setattr(memory, "empty_transformer", lambda checkpoint: prepared(json.dumps(lora), plus))
+    monkeypatch.setattr(memory, "add_lora", lambda *arguments, **more: None)
     area = config.data.area_px if isinstance(config.data.area_px, int) else 1024 * 1024
     side = round(area**0.5) // 8
     shape = SimpleNamespace(target=(side, side), controls=[(side, side)] * controls)
     lengths = np.array([200 * controls + 100 if plus else 1400])
     columns = SimpleNamespace(shape_names=[shape], lengths=lengths)
     kind = "FSDP" if sharded else "MULTI_GPU" if processes > 1 else "NO"
-    setup = budget.plan_memory(
+    setup = memory.plan_memory(
         config,
         SimpleNamespace(),
         SimpleNamespace(samples=SimpleNamespace(columns=columns)),
@@ -451,7 +451,7 @@ def test_sizes_of_the_released_transformer_in_sentences_follow_from_its_numbers(
         ("guides/24gb.md", f"transformer {gb[2]}, "),
         ("guides/24gb.md", f"{sizes.matrices / 2 / 1e9:.0f} GB of it page-locked"),
         ("training.md", f"{100 * sizes.matrices / count:.1f} % of the released weights"),
-        ("training.md", f"in its weights, in {gb[2]} of host memory"),
+        ("training.md", f"it takes {gb[2]} of host memory"),
         ("commands.md", f"{gb[2]} for Qwen-Image-Edit in bfloat16"),
     ):
         assert sentence in sentences(page), sentence
@@ -466,7 +466,7 @@ def test_the_configuration_for_24_gb_is_the_guide_s_but_for_the_model_and_the_fo
 
 
 TRAINING = {
-    "as it is": [],
+    "without changes": [],
     "`batch_size: 4`": ["data.batch_size=4"],
     "checkpointing every second block": ["train.gradient_checkpointing=2"],
     "`gradient_checkpointing: false`": ["train.gradient_checkpointing=false"],
