@@ -40,7 +40,7 @@ from qie.encode.vae import still_encoder
 from qie.precompute import Report, precompute
 from qie.pretrained import open_pretrained
 from qie.recipe import Recipe
-from qie.stages import Pipeline, Stage, quick_turns
+from qie.stages import Pipeline, Stage, Stages, quick_turns
 from qie.types import Row as DataRow
 from qie.types import Sample
 
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def overlap(
-    key: str, what: str, stages: Sequence[Stage], new_items: Callable[[], Sequence[Any]], runs: int
+    key: str, what: str, stages: Sequence[Stage[Any, Any]], new_items: Callable[[], Sequence[Any]], runs: int
 ) -> list[Row]:
     """Overlapped beside in turn, and beside the ideal. `new_items` gives other ones each time."""
     in_turn, overlapped, slowest = [], [], []
@@ -103,11 +103,11 @@ def overlap(
     ]
 
 
-def _exhaust(stages: Sequence[Stage], items: Sequence[Any]) -> None:
-    assert sum(1 for _ in Pipeline(stages).run(items)) == len(items)
+def _exhaust(stages: Sequence[Stage[Any, Any]], items: Sequence[Any]) -> None:
+    assert sum(1 for _ in Pipeline(Stages[Any, Any](*stages)).run(items)) == len(items)
 
 
-def real_stages(folder: Path, count: int) -> tuple[list[Stage], Callable[[], list[list[DataRow]]]]:
+def real_stages(folder: Path, count: int) -> tuple[list[Stage[Any, Any]], Callable[[], list[list[DataRow]]]]:
     """The encoder's stages with text about as costly as the VAE, and rows for them."""
     for tool, place, *more in (("make_tiny_model.py", "model"), ("make_photo_edits.py", "photos", "--rows", "12")):
         subprocess.run([sys.executable, ROOT / "tools" / tool, folder / place, *more], check=True, capture_output=True)
@@ -140,7 +140,7 @@ def real_stages(folder: Path, count: int) -> tuple[list[Stage], Callable[[], lis
     return [prepare, vae, replace(text, work=repeated)], new_rows
 
 
-def wide_stages() -> list[Stage]:
+def wide_stages() -> list[Stage[Any, Any]]:
     """The whole VAE on 384², and one layer of each kind of Qwen2.5-VL on 504²: about as costly as one another."""
     torch.manual_seed(0)
     vae = still_encoder(AutoencoderKLQwenImage().eval())
@@ -166,7 +166,7 @@ class FreeEncoder:
         latent = torch.zeros(16, 1, 4, 4, dtype=torch.float16)
         mask = torch.ones(12, dtype=torch.bool)
         self._sample = Sample("", "", latent, (latent,), embed, mask, embed[10:], mask, 10)
-        self.stages = (Stage("encode", self.encode_together),)
+        self.stages = Stages.of(Stage("encode", self.encode_together))
 
     def encode_together(self, rows: Sequence[DataRow]) -> list[Sample]:
         return [replace(self._sample, key=self.recipe.key(row), prompt=row.prompt) for row in rows]
@@ -243,7 +243,7 @@ def _sleep(item: Any) -> Any:
     return item
 
 
-def _median_s(stage: Stage, items: Sequence[Any]) -> float:
+def _median_s(stage: Stage[Any, Any], items: Sequence[Any]) -> float:
     return statistics.median([seconds(partial(stage.work, item)) for item in items])
 
 

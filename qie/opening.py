@@ -1,13 +1,14 @@
-"""From a configuration to the objects that it describes: encoder, rows, accelerator, painter. Batches: `qie.streams`.
+"""From a configuration to its objects: encoder, rows, workers, accelerator, predictor. Streams: `qie.streams`.
 
-Encoders are imported only where rows are encoded, and what trains only where something is trained: who trains on shards
-loads no encoder, and who fills them no accelerate.
+Each function imports its own libraries: a training run on shards loads no encoder, and precompute no accelerate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -15,48 +16,112 @@ from qie.config import AdapterConfig, Config, required
 from qie.data.sources import Source, SourceSpec, open_source
 from qie.data.variants import Variants
 from qie.devices import resolve_device, resolve_dtype
+from qie.errors import UsageError
+from qie.libraries import quiet_libraries, spare_imports
 from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
+from qie.stages import quick_turns
+from qie.stores import Folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from qie.encode import Encoder, EncoderOptions
+    from qie.encode import Encoder
     from qie.inference import Predictor
+    from qie.inference.samples import SampleImages
+    from qie.precompute import Report, Settings
 
 
 def open_encoder(config: Config) -> Encoder:
-    """The encoder of a configuration; its weights are hashed now and loaded on first use.
+    """The encoder of a configuration. Hashes its weights now; the first row loads them.
 
     Raises:
         ModelError: the model lacks an encoder, or is of another kind.
         ConfigError: a device is not there.
     """
-    from qie.encode import Encoder
-
     vae_device = resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device")
     text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
     pretrained = open_pretrained(config.model.pretrained_model_name_or_path, config.model.family)
-    return Encoder.open(pretrained, vae_device=vae_device, text_device=text_device, options=encoder_options(config))
+    return inference_encoder(config, pretrained, vae_device, text_device)
 
 
-def encoder_options(config: Config) -> EncoderOptions:
-    """What sections data and cache say of encoding."""
-    from qie.encode import EncoderOptions
+def worker_configs(config: Config, devices: str) -> list[Config]:
+    """A configuration for each worker that `devices` names, such as `cuda:0,cuda:1` or `cuda:0+cuda:1,cuda:2+cuda:3`.
 
-    data, cache = config.data, config.cache
-    areas = [data.area_px] if isinstance(data.area_px, int) else data.area_px
-    return EncoderOptions(
-        areas_px=None if areas is None else tuple(areas),
-        buckets_px=tuple((width, height) for width, height in data.buckets_px),
-        text_area_px=data.text_area_px,
-        multiple_px=data.multiple_px,
-        background=data.background,
-        compute_dtype=cache.compute_dtype,
-        share_prefix=cache.share_prefix,
-        batch_size=cache.encode_batch_size,
-        compiled=cache.compile,
-        thumbnail_px=cache.thumbnail_px,
-        max_image_px=data.max_image_px,
+    Raises:
+        UsageError: `devices` names none.
+    """
+    names = [f"cuda:{n}" for n in range(torch.cuda.device_count())] if devices == "all" else devices.split(",")
+    workers = []
+    for name in names:
+        vae, plus, text = (part.strip() for part in name.partition("+"))
+        if not vae or (plus and not text):
+            raise UsageError(
+                "--devices cannot be understood",
+                expected="a device for each worker, or VAE+TEXT: cuda:0,cuda:1 or cuda:0+cuda:1,cuda:2+cuda:3",
+                found=devices,
+            )
+        for device in (vae, text or vae):
+            resolve_device(device, "--devices")
+        cache = config.cache.model_copy(update={"vae_encoder_device": vae, "text_encoder_device": text or vae})
+        workers.append(config.model_copy(update={"cache": cache}))
+    if not workers:
+        raise UsageError("--devices all finds no GPU")
+    return workers
+
+
+def open_worker(config: Config) -> tuple[Source, Encoder]:
+    """Source and encoder of a process that only encodes."""
+    spare_imports()
+    quiet_libraries()
+    quick_turns()
+    return open_rows(config), open_encoder(config)
+
+
+def precompute_config(
+    config: Config,
+    source: Source,
+    output: Folder,
+    *,
+    engine: Literal["local", "ray"] = "local",
+    devices: str | None = None,
+    rows: tuple[int, int],
+    shard_size: int = 64,
+    settings: Settings,
+    progress: Callable[[Report], object],
+) -> Report:
+    """Precompute rows of a configuration's source in this process, in workers, or on a Ray cluster.
+
+    Args:
+        config: says how to encode.
+        source, output, rows, shard_size, settings, progress: see `qie.precompute.precompute`.
+        engine: this machine, or a Ray cluster.
+        devices: those of local workers, see `worker_configs`; None for this process.
+    """
+    from qie.precompute import precompute
+
+    if engine == "ray":
+        from qie.precompute.ray import gpus_of, precompute_on_ray
+
+        opener, gpus = (
+            partial(open_worker, config),
+            gpus_of(config.cache.vae_encoder_device, config.cache.text_encoder_device),
+        )
+        return precompute_on_ray(
+            opener, output, gpus=gpus, rows=rows, shard_size=shard_size, settings=settings, progress=progress
+        )
+    workers = worker_configs(config, devices) if devices else []
+    if not workers:
+        quick_turns()
+    encoder, openers = open_encoder(workers[0] if workers else config), [partial(open_worker, one) for one in workers]
+    return precompute(
+        source,
+        encoder,
+        output,
+        rows=rows,
+        shard_size=shard_size,
+        settings=settings,
+        workers=openers,
+        progress=progress,
     )
 
 
@@ -64,7 +129,7 @@ def open_rows(config: Config, expected: str = "rows") -> Source:
     """The rows of a configuration's data.source.
 
     Raises:
-        ConfigError: there is none; says what is `expected`.
+        ConfigError: it is not set; says what is `expected`.
         SourceError: it cannot be opened.
     """
     source = config.data.source
@@ -86,12 +151,12 @@ def open_accelerator(config: Config) -> Accelerator:
 
 
 def open_predictor(config: Config, lora: str | Path | None = None, transformer: str | Path | None = None) -> Predictor:
-    """The painter of a configuration, on the devices of its section predict, its base as model.quantize has it.
+    """The predictor of a configuration, on the devices of its section predict, its base quantized as model.quantize.
 
     Args:
         config: its model.adapters are part of the model.
         lora: folder or file of one more adapter, such as a checkpoint.
-        transformer: a checkpoint of a run that trained all weights, whose transformer takes the place of the base's.
+        transformer: a checkpoint of a run that trained all weights; its transformer replaces the base model's.
 
     Raises:
         UsageError: an adapter or the transformer does not fit the base model.
@@ -127,7 +192,31 @@ def open_predictor(config: Config, lora: str | Path | None = None, transformer: 
 def inference_encoder(
     config: Config, pretrained: PretrainedModel, vae_device: torch.device, text_device: torch.device
 ) -> Encoder:
-    """An encoder under the configuration's recipe, on other devices than those of section cache."""
-    from qie.encode import Encoder
+    """An encoder under the configuration's recipe, on the given devices instead of those of section cache."""
+    from qie.encode import Encoder, EncoderOptions
 
-    return Encoder.open(pretrained, vae_device=vae_device, text_device=text_device, options=encoder_options(config))
+    return Encoder.open(pretrained, vae_device=vae_device, text_device=text_device, options=EncoderOptions.of(config))
+
+
+def open_samples(config: Config, device: torch.device) -> SampleImages | None:
+    """The sample images of a run; None without validation.samples.
+
+    Args:
+        config: of the run.
+        device: where this process trains. `predict.devices.text_encoder` says where prompts are embedded; auto is this
+            device, too.
+
+    Raises:
+        UsageError: an image or a prompt cannot be used; names its configuration key.
+        ModelError: the model lacks an encoder.
+    """
+    if not config.validation.samples:
+        return None
+    from qie.inference.samples import SampleImages, embed_samples, read_samples
+
+    model, named = config.model, config.predict.devices.text_encoder
+    pretrained = open_pretrained(model.pretrained_model_name_or_path, model.family, (*ENCODERS, "scheduler"))
+    controls = read_samples(config, pretrained.family.name)
+    text_device = device if named == "auto" else resolve_device(named, "predict.devices.text_encoder")
+    encoder = inference_encoder(config, pretrained, device, text_device)
+    return SampleImages(config, pretrained, embed_samples(config, controls, encoder), device)

@@ -1,7 +1,7 @@
 """Stages of work: functions that items pass one after the other, in turn or overlapped in threads.
 
-In turn or overlapped, the results are the same and in the same order. Overlapped, the time is that of the slowest
-stage, and memory is bounded by what lies between the stages.
+Both ways give the same results in the same order. Overlapped, the slowest stage sets the time, and the short queues
+between the stages bound the memory.
 """
 
 from __future__ import annotations
@@ -10,37 +10,73 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from qie.threads import Threads, submit
 
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+X = TypeVar("X")
+
 
 @dataclass(frozen=True)
-class Stage:
-    """One step.
+class Stage(Generic[A, B]):
+    """One step, from an A to a B.
 
     Attributes:
         name: for people.
-        work: what is done to an item.
-        workers: how many items may be in it at once; more than one only for work that keeps no state.
-        size: as how many an item counts.
+        work: makes the one of the other.
+        workers: how many items it works on at once; more than one only for work that keeps no state.
+        size: how much an item counts for in `Load.items`.
     """
 
     name: str
-    work: Callable[[Any], Any]
+    work: Callable[[A], B]
     workers: int = 1
-    size: Callable[[Any], int] = lambda item: 1
+    size: Callable[[A], int] = lambda item: 1
+
+
+class Stages(Generic[A, B]):
+    """Stages one after the other, from an A to a B. The types between them are checked where they are joined."""
+
+    def __init__(self, *steps: Stage[Any, Any]) -> None:
+        self._steps = steps
+
+    @classmethod
+    def of(cls, first: Stage[A, B]) -> Stages[A, B]:
+        return cls(first)
+
+    def then(self, more: Stage[B, C] | Stages[B, C]) -> Stages[A, C]:
+        return Stages(*self, *([more] if isinstance(more, Stage) else more))
+
+    def beside(self, size: Callable[[A], int]) -> Stages[tuple[X, A], tuple[X, B]]:
+        """The same stages for pairs: each works on the second part and hands the first on.
+
+        `size` says, of the first stage's input, how much a pair counts for in every stage.
+        """
+
+        def paired(stage: Stage[Any, Any]) -> Stage[Any, Any]:
+            return Stage(stage.name, lambda pair: (pair[0], stage.work(pair[1])), stage.workers, lambda p: size(p[1]))
+
+        return Stages(*map(paired, self))
+
+    def __iter__(self) -> Iterator[Stage[Any, Any]]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a stage has done so far.
+    """The work of a stage so far.
 
     Attributes:
-        items: that it has worked on, by their size.
+        items: how many it has worked on, by their size.
         busy_s: seconds of work, summed over its workers.
         workers: how many it has.
     """
@@ -50,59 +86,60 @@ class Load:
     workers: int = 1
 
     def share(self, wall_s: float) -> float:
-        """How much of `wall_s` seconds it was at work, 0 to 1: the largest is the bottleneck's."""
+        """The share of `wall_s` seconds in which it worked, 0 to 1; the bottleneck has the largest."""
         return self.busy_s / (self.workers * wall_s) if wall_s > 0 else 0.0
 
     @property
     def rate(self) -> float:
-        """Items per second, if it never had to wait for others; 0 before the first."""
+        """Items per second of work, waiting for other stages left out; 0 before the first."""
         return self.items * self.workers / self.busy_s if self.busy_s else 0.0
 
     def __add__(self, other: Load) -> Load:
-        """Of two processes' stages side by side."""
+        """The load of one stage in two processes."""
         return Load(self.items + other.items, self.busy_s + other.busy_s, self.workers + other.workers)
 
 
 def quick_turns() -> None:
-    """Let threads of this process hand Python's lock on after 0.2 ms, not 5.
+    """Let the threads of this process hand Python's lock on after 0.2 ms instead of 5.
 
     For processes in which encoders work beside something else: qie-precompute and its workers, and whoever opens a
-    stream that encodes live. It stays so until the process ends.
+    stream that encodes live. It holds until the process ends.
 
-    Between any two operations of a model a thread needs the lock. While another runs many small ones, as a text encoder
-    does for short prompts, it would wait up to 5 ms each time.
+    A thread needs the lock between any two operations of a model. While another thread runs many small operations, as a
+    text encoder does for short prompts, it would wait up to 5 ms each time.
     """
     sys.setswitchinterval(0.0002)
 
 
-def in_turn(stages: Sequence[Stage], item: Any) -> Any:
+def in_turn(stages: Stages[A, B], item: A) -> B:
     """`item` through all stages, here and now."""
+    value: Any = item
     for stage in stages:
-        item = stage.work(item)
-    return item
+        value = stage.work(value)
+    return value  # type: ignore[no-any-return]
 
 
-class Pipeline:
+class Pipeline(Generic[A, B]):
     """Stages that overlap: while one works on an item, the one before it works on the next.
 
     Args:
-        stages: in their order.
+        stages: one or several.
         depth: how many finished items may wait before each stage.
 
     Attributes:
         loads: by stage name, kept up to date while it runs.
     """
 
-    def __init__(self, stages: Sequence[Stage], depth: int = 2) -> None:
-        self._stages, self._depth = stages, depth
-        self.loads = {stage.name: Load(workers=stage.workers) for stage in stages}
+    def __init__(self, stages: Stage[A, B] | Stages[A, B], depth: int = 2) -> None:
+        self._stages, self._depth = tuple([stages] if isinstance(stages, Stage) else stages), depth
+        self.loads = {stage.name: Load(workers=stage.workers) for stage in self._stages}
         self._lock = threading.Lock()
 
-    def run(self, items: Iterable[Any]) -> Generator[Any, None, None]:
+    def run(self, items: Iterable[A]) -> Generator[B, None, None]:
         """The items after the last stage, in their order.
 
-        `items` is iterated in a thread of its own. An error there or in a stage is raised here; when iteration ends,
-        however it ends, no thread of the pipeline is at work any more.
+        A thread of its own iterates `items`. An error there or in a stage is raised here. When the iteration ends,
+        for whatever reason, all threads of the pipeline have stopped.
         """
         channels = [_Channel(self._depth) for _ in range(len(self._stages) + 1)]
         threads = Threads()
@@ -116,14 +153,14 @@ class Pipeline:
                 channel.close()
             threads.stop()
 
-    def _pump(self, stage: Stage, source: _Channel, sink: _Channel) -> None:
+    def _pump(self, stage: Stage[Any, Any], source: _Channel, sink: _Channel) -> None:
         if stage.workers == 1:
             _feed((self._timed(stage, item) for item in source), sink)
             return
         with ThreadPoolExecutor(stage.workers, thread_name_prefix=f"qie-{stage.name}") as pool:
             _feed(_ahead(pool, lambda item: self._timed(stage, item), source, stage.workers), sink)
 
-    def _timed(self, stage: Stage, item: Any) -> Any:
+    def _timed(self, stage: Stage[Any, Any], item: Any) -> Any:
         start = time.perf_counter()
         try:
             return stage.work(item)
@@ -135,7 +172,7 @@ class Pipeline:
 
 
 def _ahead(pool: ThreadPoolExecutor, work: Callable[[Any], Any], source: _Channel, workers: int) -> Iterator[Any]:
-    """`work` of each item, in order, `workers` of them at a time. What is done waits for no item long in coming."""
+    """`work` of each item, in order, `workers` at a time. A finished item does not wait for a slow source."""
     running: deque[Future[Any]] = deque()
     items, error = iter(source), None
     while error is None:
@@ -147,7 +184,7 @@ def _ahead(pool: ThreadPoolExecutor, work: Callable[[Any], Any], source: _Channe
             running[-1].add_done_callback(lambda done: source.wake())
         except StopIteration:
             break
-        except BaseException as failure:  # raised behind what came before it
+        except BaseException as failure:  # raised after the items before it
             error = failure
     while running:
         yield running.popleft().result()
@@ -200,7 +237,7 @@ class _Channel:
             yield item
 
     def has_item(self, otherwise: Callable[[], bool]) -> bool:
-        """Wait for an item or the end, and say that it is there; or, of which `wake` tells, for `otherwise`."""
+        """Wait for an item or the end, or until `otherwise()` holds, which `wake` announces. False for the latter."""
         with self._changed:
             self._watched = True
             while not self._items and not self._closed and not otherwise():
@@ -209,7 +246,7 @@ class _Channel:
             return bool(self._items) or self._closed
 
     def wake(self) -> None:
-        # Who begins to watch just now looks at what has come true before it waits.
+        # A reader that begins to watch just now checks `otherwise` before it waits.
         if self._watched:
             with self._changed:
                 self._changed.notify_all()
@@ -229,7 +266,7 @@ def _feed(items: Iterable[Any], channel: _Channel) -> None:
                 del item  # a batch is large
         except _ClosedError:
             raise
-        except BaseException as error:  # handed to whoever iterates the pipeline
+        except BaseException as error:  # raised where the pipeline is iterated
             channel.put(_Failure(error))
         else:
             channel.put(_END)

@@ -23,7 +23,7 @@ from qie.data.sources import Source, SourceSpec
 from qie.data.stream import Stream
 from qie.errors import QieError, RecipeMismatchError, RowError, ShardError, SourceError, UsageError
 from qie.hashing import bytes_to_hash
-from qie.opening import encoder_options, open_encoder, open_rows, variants
+from qie.opening import open_encoder, open_rows, variants
 from qie.paths import local_path
 from qie.pretrained import PretrainedModel, content_files
 from qie.quantities import human_bytes
@@ -37,7 +37,7 @@ from qie.stores import File, LocalFolder, StoreError, open_folder
 
 if TYPE_CHECKING:
     from qie.precompute import Report
-    from qie.stages import Stage
+    from qie.stages import Stages
     from qie.types import Facts, Row, Sample
 
 Kind = Literal["shards", "live", "write_through", "follow"]
@@ -361,7 +361,7 @@ class _Opening:
     def _expected(self) -> dict[str, Any]:
         """What the recipe should be, as far as this machine can know it. One process of a machine hashes, the others
         remember."""
-        from qie.encode.options import HASHED, known_fields
+        from qie.encode.options import HASHED, EncoderOptions, known_fields
 
         first = self.accelerator.is_local_main_process
         if not first:
@@ -374,7 +374,7 @@ class _Opening:
                     f"comparing the encoders in {self.pretrained.folder} with the shards': {human_bytes(size)} are "
                     "hashed once and remembered"
                 )
-            return known_fields(self.pretrained, encoder_options(self.config))
+            return known_fields(self.pretrained, EncoderOptions.of(self.config))
         finally:
             if first:
                 self.accelerator.wait_for_everyone()
@@ -419,7 +419,7 @@ class _LaterEncoder:
         self._lock = threading.Lock()
 
     @property
-    def stages(self) -> Sequence[Stage]:
+    def stages(self) -> Stages[Sequence[Row], list[Sample | RowError]]:
         return self._opened().stages
 
     def inspect(self, row: Row) -> Facts:

@@ -9,7 +9,7 @@ import torch
 
 from qie.errors import RowError
 from qie.recipe import Recipe
-from qie.stages import Stage
+from qie.stages import Stage, Stages
 from qie.types import Facts, Row, Sample, Shape
 
 RECIPE = Recipe(
@@ -36,8 +36,8 @@ class StubEncoder:
         self.encoded: list[int] = []
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        return (Stage("encode", self.encode_together),)
+    def stages(self) -> Stages[list[Row], list[Sample | RowError]]:
+        return Stages.of(Stage("encode", self.encode_together))
 
     def inspect(self, row: Row) -> Facts:
         if row.target == b"broken":

@@ -100,8 +100,8 @@ def refused(work: Path) -> Refused:
 
 
 CONFIG = ("--config", "config.yaml")
-PAINT = (*CONFIG, "--image", "image.png", "--prompt", "make it night", "--output", "out.png")
-CONFIGURED = [(precompute, CONFIG), (train, CONFIG), (predict, PAINT)]
+EDIT = (*CONFIG, "--image", "image.png", "--prompt", "make it night", "--output", "out.png")
+CONFIGURED = [(precompute, CONFIG), (train, CONFIG), (predict, EDIT)]
 configured = pytest.mark.parametrize(("command", "arguments"), CONFIGURED, ids=["precompute", "train", "predict"])
 
 
@@ -216,7 +216,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(
 COMPONENTS = [
     *[(precompute, CONFIG, name) for name in ("vae", "text_encoder", "tokenizer", "processor")],
     *[(train, CONFIG, name) for name in ("transformer", "scheduler")],
-    *[(predict, PAINT, name) for name in ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")],
+    *[(predict, EDIT, name) for name in ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")],
 ]
 with_component = pytest.mark.parametrize(("command", "arguments", "name"), COMPONENTS)
 
@@ -270,8 +270,8 @@ def test_a_component_whose_config_is_no_json_is_named(
     ("command", "arguments", "name"),
     [
         (train, (*CONFIG, "shards", "--accept-recipe"), "transformer"),
-        (predict, PAINT, "transformer"),
-        (predict, PAINT, "vae"),
+        (predict, EDIT, "transformer"),
+        (predict, EDIT, "vae"),
     ],
 )
 def test_missing_or_damaged_weights_are_refused_by_their_component(
@@ -311,7 +311,7 @@ DEVICES = [
     (precompute, (*CONFIG, "--text-device"), "cache.text_encoder_device"),
     (precompute, CONFIG, "cache.vae_encoder_device"),
     (train, (*CONFIG, *put("cache.use_cache", "false")), "cache.text_encoder_device"),
-    (predict, PAINT, "predict.devices.transformer"),
+    (predict, EDIT, "predict.devices.transformer"),
 ]
 with_device = pytest.mark.parametrize(("command", "arguments", "key"), DEVICES)
 
@@ -339,7 +339,7 @@ def test_what_is_no_device_is_named_with_its_key(
 
 @pytest.mark.parametrize("key", ["predict.devices.vae", "predict.devices.text_encoder"])
 def test_a_device_of_predict_is_named_with_the_key_that_set_it(refused: Refused, key: str) -> None:
-    assert f"--set {key}=auto" in refused(predict, *PAINT, *put(key, "cuda:99"))
+    assert f"--set {key}=auto" in refused(predict, *EDIT, *put(key, "cuda:99"))
 
 
 @pytest.mark.parametrize("device", ["mps", "meta", "xpu"])
@@ -580,7 +580,7 @@ def test_a_path_that_the_system_refuses_is_refused(refused: Refused, command) ->
     assert path in refused(command, *((path,) if command is stats else (*CONFIG, "--source", path)))
 
 
-# Painting
+# Inference
 
 
 @pytest.mark.parametrize(
@@ -598,7 +598,7 @@ def test_an_odd_number_is_refused_by_its_option(work: Path, option: str, values:
     (work / "adapter").mkdir()
     (work / "adapter" / "pytorch_lora_weights.safetensors").touch()
     for value in values:
-        result = CliRunner().invoke(predict.main, [*PAINT, option, value])
+        result = CliRunner().invoke(predict.main, [*EDIT, option, value])
         assert isinstance(result.exception, SystemExit) and result.exit_code == 2, (value, result.output)
         assert option in result.stderr, (value, result.output)
 
@@ -614,30 +614,30 @@ def test_an_odd_number_is_refused_by_its_option(work: Path, option: str, values:
     ],
 )
 def test_an_image_that_cannot_be_read_is_named_with_the_reason(refused: Refused, image: str, reason: str) -> None:
-    message = refused(predict, *PAINT, "--image", image)
+    message = refused(predict, *EDIT, "--image", image)
     assert reason in message and f"where:    {image}" in message
 
 
 def test_an_image_that_is_cut_short_is_called_damaged(refused: Refused, work: Path) -> None:
     content = (work / "image.png").read_bytes()
     (work / "image.png").write_bytes(content[: len(content) // 2])
-    assert "damaged" in refused(predict, *PAINT)
+    assert "damaged" in refused(predict, *EDIT)
 
 
 @pytest.mark.parametrize("output", ["nowhere/out.png", "file/out.png", "empty", "out", "out.xyz", ".png", ""])
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(refused: Refused, output: str) -> None:
-    message = refused(predict, *PAINT, "--output", output)
+    message = refused(predict, *EDIT, "--output", output)
     assert "nothing can be written there" in message or "names no image format" in message
 
 
 @pytest.mark.parametrize("output", ["out.psd", "out.fli"])
 def test_an_output_in_a_format_that_is_only_read_is_refused_before_the_work(refused: Refused, output: str) -> None:
-    assert "names no image format" in refused(predict, *PAINT, "--output", output)
+    assert "names no image format" in refused(predict, *EDIT, "--output", output)
 
 
 @pytest.mark.parametrize("lora", ["empty", "nowhere", "file", "model"])
 def test_a_folder_without_an_adapter_is_refused(refused: Refused, lora: str) -> None:
-    message = refused(predict, *PAINT, "--lora", lora)
+    message = refused(predict, *EDIT, "--lora", lora)
     assert "no adapter in this folder" in message and f"where:    {lora}" in message
     assert "pytorch_lora_weights.safetensors" in message
 

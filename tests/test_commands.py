@@ -125,10 +125,10 @@ def test_train_then_predict_with_the_adapter(work: Path, photos: Path, tmp_path:
     run(train, *arguments, work / "shards", "--resume", "latest", "--set", "train.max_steps=8")
 
     image = next((photos / "control_images").glob("*.png"))
-    painting = ["--config", work / "config.yaml", "--image", image, "--prompt", "make it night", "--steps", 2]
-    run(predict, *painting, "--output", tmp_path / "plain.png")
-    run(predict, *painting, "--output", tmp_path / "tuned.png", "--lora", output / "checkpoint-000008")
-    run(predict, *painting, "--output", tmp_path / "again.png", "--lora", output / "checkpoint-000008")
+    request = ["--config", work / "config.yaml", "--image", image, "--prompt", "make it night", "--steps", 2]
+    run(predict, *request, "--output", tmp_path / "plain.png")
+    run(predict, *request, "--output", tmp_path / "tuned.png", "--lora", output / "checkpoint-000008")
+    run(predict, *request, "--output", tmp_path / "again.png", "--lora", output / "checkpoint-000008")
     plain, tuned, same = (Image.open(tmp_path / f"{name}.png") for name in ("plain", "tuned", "again"))
     assert plain.size == tuned.size and plain.tobytes() != tuned.tobytes()
     assert tuned.tobytes() == same.tobytes()

@@ -94,7 +94,9 @@ def test_images_of_equal_size_encoded_together_are_what_each_is_alone(tiny_edit:
 
 
 def embeds(encoder: PromptEncoder, rows: list[tuple[list[Image.Image], str]]):
-    return encoder.encode([encoder.see(encoder.patches(images)) for images, _ in rows], [prompt for _, prompt in rows])
+    return encoder.encode(
+        [encoder.vision_features(encoder.patches(images)) for images, _ in rows], [prompt for _, prompt in rows]
+    )
 
 
 def test_a_continued_prompt_is_the_whole_pass_to_rounding(encoder_plus: Encoder, photos: Path) -> None:
@@ -172,7 +174,9 @@ def test_neighbours_with_the_same_controls_share_their_computation_and_nothing_c
     sharing = with_recipe(encoder)
     looks = []
     monkeypatch.setattr(
-        PromptEncoder, "see", lambda self, patches, see=PromptEncoder.see: looks.append(1) or see(self, patches)
+        PromptEncoder,
+        "vision_features",
+        lambda self, patches, passes=PromptEncoder.vision_features: looks.append(1) or passes(self, patches),
     )
     assert [encode(sharing.encode(variant), "") for variant in variants] == alone
     assert len(looks) == 1

@@ -106,8 +106,8 @@ def test_every_field_is_read_by_a_command(
         run(train, "--config", config, *(word for setting in words for word in ("--set", setting)))
     followed = ("--follow", "--set", f"train.output_dir={tmp_path / 'followed'}")
     run(train, "--config", config, tmp_path / "written", *followed)
-    painted = ("--prompt", "night", "--steps", 2, "--output", tmp_path / "painted.png")
-    run(predict, "--config", config, "--image", image, *painted)
+    asked = ("--prompt", "night", "--steps", 2, "--output", tmp_path / "generated.png")
+    run(predict, "--config", config, "--image", image, *asked)
     reads.add(("DataConfig", "allow_tiny"))  # which decides what of the file is accepted, and nothing after that
     unread = [path for model, name, path in fields_of(Config) if (model, name) not in reads]
     assert not unread, f"no command reads {', '.join(unread)}"

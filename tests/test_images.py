@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
-from qie.encode.images import MAX_IMAGE_PX, decode_image, show, to_loss_mask, to_pixels
+from qie.encode.images import MAX_IMAGE_PX, apply_view, decode_image, to_loss_mask, to_pixels
 from qie.encode.sizes import View, choose_view, fit_size
 from qie.errors import RowError
 
@@ -382,7 +382,7 @@ def test_pixels_are_those_of_diffusers_image_processor_bit_for_bit(size: tuple[i
     image = Image.fromarray(values)
     width, height = fit_size(*size, area, 32)
     theirs = processor.resize(image, height, width)
-    ours = show(image, choose_view(image.size, [area], [], 32))
+    ours = apply_view(image, choose_view(image.size, [area], [], 32))
     assert ours.tobytes() == theirs.tobytes() and ours.size == theirs.size == (width, height)
     expected = processor.preprocess(theirs, height, width)
     found = to_pixels(ours)

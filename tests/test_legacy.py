@@ -394,7 +394,7 @@ def test_a_checkpoint_of_ones_own_loop_is_gone_on_from_exactly(cached: Path) -> 
     assert resumed.step == 2 and adapter(resumed.checkpoint) == adapter(fitted.checkpoint)
 
 
-def test_what_is_loaded_is_trained_on_and_painted_with(cached: Path) -> None:
+def test_what_is_loaded_is_trained_on_and_generated_with(cached: Path) -> None:
     first = QwenImageEditTrainer(cached)
     saved = first.fit().checkpoint
     trainer = QwenImageEditTrainer(load_config(cached, [f"train.output_dir={cached.parent / 'own'}"]))
@@ -402,10 +402,10 @@ def test_what_is_loaded_is_trained_on_and_painted_with(cached: Path) -> None:
     plain = trainer.predict(image, "make it night", num_inference_steps=2)
     with pytest.warns(DeprecationWarning, match="model.adapters"):
         trainer.load_lora(saved, "default")
-    painted = trainer.predict(image, "make it night", num_inference_steps=2)
-    assert painted.dtype == np.uint8 and painted.shape[-1] == 3 and not np.array_equal(plain, painted)
-    expected = qie.open_predictor(load_config(cached), saved).paint([image], "make it night", steps=2, cfg=4.0)
-    assert np.array_equal(painted, np.asarray(expected))
+    generated = trainer.predict(image, "make it night", num_inference_steps=2)
+    assert generated.dtype == np.uint8 and generated.shape[-1] == 3 and not np.array_equal(plain, generated)
+    expected = qie.open_predictor(load_config(cached), saved).generate([image], "make it night", steps=2, cfg=4.0)
+    assert np.array_equal(generated, np.asarray(expected))
     trainer.set_lora()
     trainer.save_lora(cached.parent / "lora")
     assert adapter(cached.parent / "lora") == adapter(saved)

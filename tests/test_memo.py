@@ -11,7 +11,7 @@ import torch
 
 from qie.data.sources import open_source
 from qie.encode import Encoder
-from qie.encode.memo import Memo
+from qie.encode.encoder import Memo
 from qie.shards.record import encode
 from qie.types import Augment, Row
 
@@ -142,20 +142,20 @@ def rows(photos: Path) -> tuple[Row, Row]:
 @pytest.fixture
 def encoded(encoder, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many images the VAE and the vision tower were given."""
-    counts = {"vae": 0, "see": 0}
+    counts = {"vae": 0, "vision": 0}
     vae, text = encoder.vae, encoder.text
-    encode_together, see = vae.encode_together, text.see
+    encode_together, features = vae.encode_together, text.vision_features
 
     def counted_vae(images):
         counts["vae"] += len(images)
         return encode_together(images)
 
-    def counted_see(patches):
-        counts["see"] += 1
-        return see(patches)
+    def counted_vision(patches):
+        counts["vision"] += 1
+        return features(patches)
 
     monkeypatch.setattr(vae, "encode_together", counted_vae)
-    monkeypatch.setattr(text, "see", counted_see)
+    monkeypatch.setattr(text, "vision_features", counted_vision)
     return counts
 
 
@@ -169,7 +169,7 @@ def test_a_control_that_comes_again_after_other_rows_is_encoded_once(
     before = dict(encoded)
     remembered = [remembering.encode(row) for row in (one, other, again, third)]
     assert encoded["vae"] - before["vae"] == 4, "four different images in eight places"
-    assert encoded["see"] - before["see"] == 2
+    assert encoded["vision"] - before["see"] == 2
     alone = [fresh(encoder).encode(row) for row in (one, other, again, third)]
     digest = encoder.recipe.digest
     assert [encode(sample, digest) for sample in remembered] == [encode(sample, digest) for sample in alone]

@@ -20,7 +20,7 @@ import torch
 from PIL import Image, ImageCms, TiffImagePlugin, features
 
 from qie.encode import Encoder
-from qie.encode.rows import decode_row
+from qie.encode.encoder import decode_row
 from qie.errors import RowError
 from qie.shards.record import encode as to_record
 from qie.types import Row, Sample

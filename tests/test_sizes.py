@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from qie.encode import Encoder
-from qie.encode.images import show
-from qie.encode.rows import decode_row, see
+from qie.encode.encoder import Picture, decode_row
+from qie.encode.images import apply_view
 from qie.encode.sizes import MAX_RATIO, Size, View, centre_crop, choose_area, choose_view, fit_size, nearest_bucket
 from qie.recipe import Recipe
 from qie.types import Row
@@ -295,7 +295,7 @@ def test_the_shape_by_buckets_is_that_of_the_encoded_latents(encoder: Encoder) -
 
 def test_a_bucket_sees_what_an_image_cropped_by_hand_shows(encoder: Encoder) -> None:
     image = gradient(300, 100)
-    picture, by_hand = (see(one, bucketed(encoder, (64, 64))) for one in (image, image.crop((100, 0, 200, 100))))
+    picture, by_hand = (Picture.of(one, bucketed(encoder, (64, 64))) for one in (image, image.crop((100, 0, 200, 100))))
     assert picture.view == View((100, 0, 200, 100), (64, 64))
     assert by_hand.view == View((0, 0, 100, 100), (64, 64))
     assert picture.for_vae.tobytes() == by_hand.for_vae.tobytes()
@@ -303,7 +303,7 @@ def test_a_bucket_sees_what_an_image_cropped_by_hand_shows(encoder: Encoder) -> 
 
 def test_the_text_model_of_edit_sees_the_vaes_image(encoder: Encoder) -> None:
     for recipe in (encoder.recipe, bucketed(encoder, (96, 64), (64, 96))):
-        picture = see(gradient(300, 100), recipe)
+        picture = Picture.of(gradient(300, 100), recipe)
         assert picture.for_text(recipe).size == picture.view.size
         assert picture.for_text(recipe).tobytes() == picture.for_vae.tobytes()
 
@@ -311,7 +311,7 @@ def test_the_text_model_of_edit_sees_the_vaes_image(encoder: Encoder) -> None:
 def test_the_text_model_of_edit_plus_sees_the_same_crop_at_its_own_area(encoder_plus: Encoder) -> None:
     image = gradient(300, 100)
     recipe = replace(bucketed(encoder_plus, (128, 128)), text_area_px=64 * 64)
-    picture = see(image, recipe)
+    picture = Picture.of(image, recipe)
     crop = image.crop((100, 0, 200, 100))
     assert picture.for_vae.tobytes() == crop.resize((128, 128), Image.Resampling.LANCZOS).tobytes()
     assert picture.for_text(recipe).tobytes() == crop.resize((64, 64), Image.Resampling.LANCZOS).tobytes()
@@ -319,12 +319,12 @@ def test_the_text_model_of_edit_plus_sees_the_same_crop_at_its_own_area(encoder_
 
 def test_the_text_models_size_follows_from_the_crop_and_not_from_the_image(encoder_plus: Encoder) -> None:
     recipe = replace(bucketed(encoder_plus, (64, 256)), text_area_px=128 * 128)
-    assert see(gradient(1000, 400), recipe).text_size(recipe) == (64, 256)
+    assert Picture.of(gradient(1000, 400), recipe).text_size(recipe) == (64, 256)
 
 
 def test_a_list_of_areas_enlarges_no_image_that_is_large_enough_for_one(encoder: Encoder) -> None:
     recipe = replace(encoder.recipe, areas_px=(64 * 64, 128 * 128, 256 * 256))
-    sizes = [see(gradient(side, side), recipe).view.size for side in (20, 64, 127, 128, 255, 256, 1000)]
+    sizes = [Picture.of(gradient(side, side), recipe).view.size for side in (20, 64, 127, 128, 255, 256, 1000)]
     assert sizes == [(side, side) for side in (64, 64, 64, 128, 128, 256, 256)]
 
 
@@ -358,6 +358,6 @@ def test_a_loss_mask_of_a_painted_box_lies_over_the_same_box_of_the_seen_target(
 def test_a_view_of_the_whole_image_is_resized_without_cropping() -> None:
     image = gradient(90, 60)
     assert (
-        show(image, View((0, 0, 90, 60), (96, 64))).tobytes()
+        apply_view(image, View((0, 0, 90, 60), (96, 64))).tobytes()
         == image.resize((96, 64), Image.Resampling.LANCZOS).tobytes()
     )

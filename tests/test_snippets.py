@@ -26,9 +26,9 @@ import yaml
 from PIL import Image
 
 from qie.cli import precompute, predict, stats, train
-from qie.cli.paintings import read_batch
 from qie.config import load_config
 from qie.data.sources import open_source
+from qie.inference.requests import read_batch
 from qie.precompute import precompute as precompute_rows
 from tests.conftest import AREA_PX, ROOT
 

@@ -2,7 +2,7 @@
 
 usage: python tools/demo_report.py DEMO
 
-Reads DEMO/shards and DEMO/run, paints with the base model and with the adapter, and writes
+Reads DEMO/shards and DEMO/run, generates images with the base model and with the adapter, and writes
 DEMO/loss.png and DEMO/pictures.png. Run from the repository's root: paths in configs/demo.yaml are relative.
 """
 
@@ -21,7 +21,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from PIL import Image
 
-from qie.cli.common import quiet_imports, quiet_libraries
+from qie.libraries import quiet_imports, quiet_libraries
 
 quiet_imports()
 from qie.config import Config, load_config
@@ -37,7 +37,7 @@ from qie.training.output_dir import find_checkpoint
 from qie.training.telling.metrics import METRICS_FILE, read_metrics
 
 ROWS_SHOWN = 4
-PAINT_STEPS = 10
+STEPS = 10
 WARM_UP_STEPS = 5
 TITLE_CHARACTERS = 40
 
@@ -54,7 +54,7 @@ def main() -> None:
     print_table(summarise(find_indexes([demo / "shards"])), metrics)
     print(f"\n{demo}/loss.png      the loss curve")
     print(f"{demo}/pictures.png  input, target, before, after, for rows that were kept out of training")
-    print("The model is tiny and random, so it paints no art; that the validation loss falls is what counts.")
+    print("The model is tiny and random, so the images are noise; look at the validation loss, which falls.")
 
 
 def print_table(summary: Summary, metrics: list[dict[str, Any]]) -> None:
@@ -100,21 +100,21 @@ def draw_losses(lines: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_pictures(config: Config, shards: Path, adapter: Path, path: Path) -> None:
-    """Input, target, and what base model and adapter paint, for rows kept out of training."""
+    """Input, target, and the images of base model and adapter, for rows kept out of training."""
     source = open_rows(config, "the photographs")
     stream = open_stream(shards, seed=config.train.seed, validation_rows=config.validation.rows)
     assert isinstance(stream.samples, ShardSet)
     held_out = [stream.samples.entries[batch.positions[0]].row for batch in stream.validation_batches()[:ROWS_SHOWN]]
-    painters = [open_predictor(config, None), open_predictor(config, adapter)]
+    predictors = [open_predictor(config, None), open_predictor(config, adapter)]
     figure, grid = pyplot.subplots(len(held_out), 4, figsize=(10, 2.6 * len(held_out)), layout="constrained")
     for line, number in zip(grid, held_out, strict=True):
         row = source.read(number)
         control, target = (
             decode_image(content, row.name, Recipe.background) for content in (row.controls[0], row.target)
         )
-        painted = [painter.paint([control], row.prompt, steps=PAINT_STEPS) for painter in painters]
+        images = [predictor.generate([control], row.prompt, steps=STEPS) for predictor in predictors]
         pictures: dict[str, Image.Image] = dict(
-            zip(("input", "target", "before", "after"), (control, target, *painted), strict=True)
+            zip(("input", "target", "before", "after"), (control, target, *images), strict=True)
         )
         for axes, (title, picture) in zip(line, pictures.items(), strict=True):
             axes.imshow(picture)

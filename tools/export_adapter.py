@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from qie.cli.common import quiet_libraries
 from qie.errors import QieError
+from qie.libraries import quiet_libraries
 from qie.paths import local_path
 from qie.pretrained import open_pretrained
 from qie.training.model.adapter_file import export_adapter

@@ -1,11 +1,10 @@
-"""What the commands share: options, error messages and exit codes, progress."""
+"""Shared by the commands: options, error messages and exit codes, progress."""
 
 from __future__ import annotations
 
 import errno
 import functools
 import json
-import logging
 import math
 import os
 import signal
@@ -20,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 PATH_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
-"""What is wrong with a path that was given, rather than with the machine."""
+"""Errors of a path that the user gave, rather than of the machine."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -40,7 +39,7 @@ class FiniteRange(click.FloatRange):
 
 
 class Command(click.Command):
-    """A command that answers options of earlier programs, and keys of the configuration, by where they are here."""
+    """A command that answers options of earlier programs, and keys of the configuration, with their place here."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -59,8 +58,8 @@ class Command(click.Command):
 
 
 def echo(*lines: object, err: bool = False) -> None:
-    """Print lines. All that a command prints goes through here: names and reasons come from foreign files, and nothing
-    of them may steer the terminal or look like a line of ours."""
+    """Print lines. Commands print through this function only: names and reasons come from foreign files, and must
+    neither control the terminal nor look like a line of ours."""
     for line in lines:
         click.echo(_one_line(line), err=err)
 
@@ -77,6 +76,7 @@ def explained(command: Function) -> Function:
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         from qie.errors import QieError
+        from qie.libraries import quiet_imports
 
         quiet_imports()
         try:
@@ -86,7 +86,7 @@ def explained(command: Function) -> Function:
             echo(*f"error: {error}".split("\n"), err=True)
             sys.exit(error.exit_code)
         except BrokenPipeError:
-            # The reader of our output has left (such as `| head`); nothing of it may be flushed at exit.
+            # The reader of our output is gone (such as `| head`); nothing may be flushed at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(141)
         except OSError as error:
@@ -104,8 +104,8 @@ def explained(command: Function) -> Function:
 
 @contextmanager
 def _heard() -> Iterator[None]:
-    """Ctrl-C within an import ends the process. An exception would not: modules make other errors of it, or none, and
-    Python drops it in the callbacks of its import locks. Elsewhere it is a KeyboardInterrupt, as ever."""
+    """Ctrl-C within an import ends the process. An exception might not: modules turn it into other errors, or none, and
+    Python drops it in the callbacks of its import locks. Elsewhere Ctrl-C raises KeyboardInterrupt, as usual."""
 
     def on_signal(_: int, frame: FrameType | None) -> None:
         while frame is not None:
@@ -129,45 +129,17 @@ def _heard() -> Iterator[None]:
 def _interrupted() -> NoReturn:
     from qie.threads import leave
 
-    echo("interrupted: what was published stays; run the same command again to go on", err=True)
+    echo("interrupted: published shards stay; run the same command again to go on", err=True)
     leave(130)
 
 
 def _was_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: transformers makes one of its own of whatever ends an import of its parts."""
+    """Whether Ctrl-C caused an error: transformers raises one of its own when an import of its parts ends."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def quiet_imports() -> None:
-    """What libraries say while they are imported, about parts of them that nobody asked for."""
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):
-        logging.getLogger(library).setLevel(logging.ERROR)
-
-
-def spare_imports() -> None:
-    """In a process that only encodes: keep diffusers from importing peft and bitsandbytes with the VAE.
-
-    It does so wherever they are installed, which takes about as long as to import the VAE itself.
-    """
-    import diffusers.utils.import_utils as installed
-
-    for package in ("peft", "bitsandbytes"):
-        setattr(installed, f"_{package}_available", False)
-
-
-def quiet_libraries() -> None:
-    """No progress bars or advice of the libraries beside ours."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    for library in (diffusers.utils.logging, transformers.utils.logging):
-        library.disable_progress_bar()
-        library.set_verbosity_error()
 
 
 class Progress:
@@ -200,14 +172,14 @@ class Progress:
             self._bar.close()
 
     def begin(self, done: int, total: int) -> None:
-        """Of `total` units, `done` were done before."""
+        """Start with `done` of `total` units done before."""
         self._before, self._done, self._total, self._started = done, done, total, time.monotonic()
         if self._bar is not None:
             self._bar.reset(total)
             self._bar.initial = self._bar.n = done
 
     def at(self, done: int, note: str = "") -> None:
-        """`done` units are done; `note` stands behind the numbers."""
+        """`done` units are done; `note` follows the numbers."""
         if self._bar is not None:
             self._bar.set_postfix_str(_one_line(note), refresh=False)
             self._bar.update(done - self._bar.n)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,10 +14,8 @@ from qie.cli.common import (
     config_option,
     echo,
     explained,
-    quiet_libraries,
     quiet_option,
     set_option,
-    spare_imports,
 )
 from qie.quantities import human_bytes, human_time
 
@@ -26,14 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from qie.config import Config
-    from qie.data.sources import Source
-    from qie.encode import Encoder
     from qie.precompute import Report, Settings
     from qie.precompute.estimate import Estimate
     from qie.precompute.ranges import Range
-    from qie.precompute.report import Progress as ReportProgress
+    from qie.precompute.report import Pace
     from qie.shards.index import Skipped
-    from qie.stores import Folder
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -81,16 +75,17 @@ def main(
 ) -> None:
     """Encode rows [A, B) of a source, or part I of N, once, and write them as shards.
 
-    Parts can run anywhere, in any order, again after a crash: what is published and unchanged is not encoded again.
+    Parts can run anywhere, in any order, and again after a crash: published, unchanged rows are not encoded again.
 
     Exits with 0 when every row is in a shard, 1 when rows were skipped (they are listed), 2 when nothing could be done.
     """
     if prepare := click.get_current_context().obj:
         prepare()
-    from qie.cli.assemble import worker_configs
     from qie.config import load_config, required
-    from qie.opening import open_encoder, open_rows
+    from qie.libraries import quiet_libraries
+    from qie.opening import open_encoder, open_rows, precompute_config, worker_configs
     from qie.precompute.estimate import estimate
+    from qie.precompute.report import Pace
     from qie.stores import open_folder
 
     config = load_config(config_path, [*overrides, *_devices(options)])
@@ -102,21 +97,34 @@ def main(
     if wanted is None:
         return
     quiet_libraries()
+    settings, devices = _settings(config, options), options["devices"]
     if dry_run:
-        first = worker_configs(config, options["devices"])[0] if options["devices"] else config
-        encoder, settings = open_encoder(first), _settings(config, options)
+        encoder = open_encoder(worker_configs(config, devices)[0] if devices else config)
         with Progress("checking", wanted[1] - wanted[0], "rows", quiet=quiet) as progress:
             found = estimate(rows, encoder, folder, rows=wanted, settings=settings, progress=progress.at)
         _print_estimate(found, encoder.recipe.digest)
         _finish(found.skipped)
     with Progress("encoding", wanted[1] - wanted[0], "rows", quiet=quiet) as progress, JsonLog(log_path) as log:
-        report = _followed(partial(_precompute, config, rows, folder, wanted, options), wanted, progress, log)
+        pace = Pace(wanted[1] - wanted[0])
+        report = precompute_config(
+            config,
+            rows,
+            folder,
+            engine=options["engine"],
+            devices=devices,
+            rows=wanted,
+            shard_size=options["shard_size"],
+            settings=settings,
+            progress=_follower(pace, progress, log),
+        )
+        pace.at(report)
+        log.last(pace.to_dict() | report.to_dict())
     _print(report, folder)
     _finish(report.skipped)
 
 
 def _wanted(options: dict[str, Any], rows: int) -> Range | None:
-    """The rows of this run; None, which is said, for a part without any."""
+    """The rows of this run; None, after a line that says so, for a part without any."""
     from qie.errors import UsageError
     from qie.precompute import resolve_part, resolve_range
 
@@ -150,63 +158,18 @@ def _settings(config: Config, options: dict[str, Any]) -> Settings:
     return Settings(variants=variants(config), **{name: options[name] for name in names})
 
 
-def _precompute(
-    config: Config, rows: Source, folder: Folder, wanted: Range, options: dict[str, Any], progress: ReportProgress
-) -> Report:
-    from qie.cli.assemble import worker_configs
-    from qie.opening import open_encoder
-    from qie.precompute import precompute
-    from qie.stages import quick_turns
-
-    shared: dict[str, Any] = {
-        "rows": wanted,
-        "shard_size": options["shard_size"],
-        "settings": _settings(config, options),
-        "progress": progress,
-    }
-    if options["engine"] == "ray":
-        from qie.precompute.ray import gpus_of, precompute_on_ray
-
-        gpus = gpus_of(config.cache.vae_encoder_device, config.cache.text_encoder_device)
-        return precompute_on_ray(partial(open_job, config), folder, gpus=gpus, **shared)
-    if options["devices"]:
-        configs = worker_configs(config, options["devices"])
-        workers = [partial(open_job, worker) for worker in configs]
-        return precompute(rows, open_encoder(configs[0]), folder, workers=workers, **shared)
-    quick_turns()
-    return precompute(rows, open_encoder(config), folder, **shared)
-
-
-def open_job(config: Config) -> tuple[Source, Encoder]:
-    """What a worker process works with."""
-    from qie.opening import open_encoder, open_rows
-    from qie.stages import quick_turns
-
-    spare_imports()
-    quiet_libraries()
-    quick_turns()
-    return open_rows(config, "rows"), open_encoder(config)
-
-
-def _followed(run: Callable[[ReportProgress], Report], wanted: Range, progress: Progress, log: JsonLog) -> Report:
-    from qie.precompute.report import Pace
-
-    pace = Pace(wanted[1] - wanted[0])
-
+def _follower(pace: Pace, progress: Progress, log: JsonLog) -> Callable[[Report], None]:
     def follow(report: Report) -> None:
         if pace.at(report):
             progress.begin(pace.compared, pace.total)
         progress.at(report.rows, _note(report))
         log.at(lambda: pace.to_dict() | report.to_dict())
 
-    report = run(follow)
-    pace.at(report)
-    log.last(pace.to_dict() | report.to_dict())
-    return report
+    return follow
 
 
 def _note(report: Report) -> str:
-    """What stands behind the progress: what is written and skipped, and how fast each stage is and how busy."""
+    """The note after the progress: bytes written, rows skipped, and the speed and load of each stage."""
     counts = {"skipped": len(report.skipped), "shards being written by another run": report.shards_busy}
     written = [human_bytes(report.bytes_written)] if report.bytes_written else []
     stages = [
@@ -255,6 +218,8 @@ def _finish(skipped: Sequence[Skipped], most: int = 20) -> None:
 
 def run() -> None:
     """The command in a process of its own, which does nothing else afterwards."""
+    from qie.libraries import spare_imports
+
     main(obj=spare_imports)
 
 

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import (
-    Command,
-    FiniteRange,
-    Progress,
-    config_option,
-    echo,
-    explained,
-    quiet_libraries,
-    quiet_option,
-    set_option,
-)
+from qie.cli.common import Command, FiniteRange, Progress, config_option, echo, explained, quiet_option, set_option
 
 if TYPE_CHECKING:
-    from qie.cli.paintings import Request
-    from qie.config import Config
-    from qie.encode.scene import Scene
-    from qie.inference import Predictor
+    from qie.config import AdapterConfig, Config
+    from qie.inference.requests import Request
+
+SIDE_MULTIPLE, SIDE_MAX = 16, 8192
+"""Pixels of an image's side: a patch of the transformer, and more than any model of today was trained for."""
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -36,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--negative-prompt", default=" ", help="What to steer away from.")
 @click.option("--lora", "loras", multiple=True, metavar="PATH[:SCALE]", help="Folder or file of a LoRA; repeatable.")
 @click.option("--transformer", metavar="DIR", help="Checkpoint of a run that trained all weights.")
-@click.option("--size", metavar="WxH", help="Of the painted image, in multiples of 16.  [default: as the image's]")
+@click.option("--size", metavar="WxH", help="Of the generated image, in multiples of 16.  [default: as the image's]")
 @click.option("--steps", default=20, show_default=True, type=click.IntRange(2, 1000), help="Denoising steps.")
 @click.option("--cfg", default=4.0, show_default=True, type=FiniteRange(0, 100), help="Guidance scale; 1 does without.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the noise.")
@@ -57,35 +49,39 @@ def main(
     quiet: bool,
     **asked: Any,
 ) -> None:
-    """Paint: edit images by instructions, with the base model or with what was trained.
+    """Edit images by instructions, with the base model or with a trained one.
 
-    Each line of a --batch is a JSON object with image or images, prompt and output, and maybe negative_prompt and seed;
-    its paths are relative to the folder of the file. All lines are checked before the first is painted.
+    Each line of a --batch is a JSON object with image or images, prompt and output, and optionally negative_prompt and
+    seed; its paths are relative to the folder of the file. All lines are checked before any image is generated.
 
-    A PNG tells in its text field qie how it was painted. Existing files are overwritten.
+    The text field qie of a PNG holds its settings. Existing files are overwritten.
     """
-    from qie.cli.paintings import check_paintings, parse_size, with_loras
     from qie.config import load_config
+    from qie.inference.requests import Sampling, check_requests, embed_requests, iter_generated
+    from qie.libraries import quiet_libraries
     from qie.opening import open_predictor
     from qie.paths import local_path
 
-    paintings = _asked_for(**asked)
+    requests = _requests(**asked)
     measures = None if size is None else parse_size(size)
     config = with_loras(load_config(config_path, overrides), loras)
     quiet_libraries()
-    check_paintings(paintings, config.data.background)
-    painter = open_predictor(config, transformer=local_path(transformer) if transformer else None)
-    scenes = _embed(painter, paintings, config, cfg, measures, quiet=quiet)
-    made_by = {"steps": steps, "cfg": cfg, "model": config.model.pretrained_model_name_or_path}
-    made_by |= {"transformer": transformer} if transformer else {}
-    made_by |= {"quantize": config.model.quantize} if config.model.quantize else {}
-    made_by |= {"loras": [adapter.model_dump() for adapter in config.model.adapters]}
-    total = sum(len(painting.outputs) for painting in paintings) * steps
-    with Progress("painting", total, "steps", quiet=quiet) as progress:
-        _paint(painter, list(zip(paintings, scenes, strict=True)), config, measures, made_by, progress)
+    sampling = Sampling(steps, cfg, measures, config.data.background)
+    check_requests(requests, sampling.background)
+    predictor = open_predictor(config, transformer=local_path(transformer) if transformer else None)
+    with Progress("embedding", len(requests), "prompts", quiet=quiet or len(requests) == 1) as progress:
+        conditions = embed_requests(predictor, requests, sampling, progress.at)
+    settings = {"steps": steps, "cfg": cfg, "model": config.model.pretrained_model_name_or_path}
+    settings |= {"transformer": transformer} if transformer else {}
+    settings |= {"quantize": config.model.quantize} if config.model.quantize else {}
+    settings |= {"loras": [adapter.model_dump() for adapter in config.model.adapters]}
+    total = sum(len(request.outputs) for request in requests) * steps
+    with Progress("generating", total, "steps", quiet=quiet) as progress:
+        for file, image in iter_generated(predictor, requests, conditions, sampling, settings, progress.at):
+            _say(f"{file}: {image.width}×{image.height}")
 
 
-def _asked_for(
+def _requests(
     images: tuple[str, ...],
     prompt: str | None,
     output: str | None,
@@ -94,8 +90,8 @@ def _asked_for(
     seed: int,
     num_images: int,
 ) -> list[Request]:
-    from qie.cli.paintings import Request, numbered, read_batch
     from qie.errors import UsageError
+    from qie.inference.requests import Request, numbered, read_batch
     from qie.paths import local_path
 
     options = {"--image": images or None, "--prompt": prompt, "--output": output}
@@ -109,66 +105,81 @@ def _asked_for(
     return [Request(images, prompt, negative_prompt, seed, numbered(local_path(output), num_images))]
 
 
-def _embed(
-    painter: Predictor,
-    paintings: Sequence[Request],
-    config: Config,
-    cfg: float,
-    size: tuple[int, int] | None,
-    *,
-    quiet: bool,
-) -> list[Scene]:
-    """Every painting's prompts, in host memory, without its images. The encoder that embedded them is gone."""
-    from dataclasses import replace
+def parse_size(text: str) -> tuple[int, int]:
+    """'1024x768' -> (1024, 768). Raises UsageError when a side is no multiple of 16, or too long."""
+    from qie.errors import UsageError
 
-    from qie.cli.assemble import read_images
-    from qie.cli.paintings import placed
-    from qie.encode.scene import check_controls
-
-    for painting in paintings:
-        check_controls(painter.pretrained.family.name, len(painting.images), painting.where)
-    scenes = []
-    with Progress("embedding", len(paintings), "prompts", quiet=quiet or len(paintings) == 1) as progress:
-        for painting in paintings:
-            with placed(painting.where):
-                images = read_images(painting.images, config.data.background)
-                negative = painting.negative_prompt if cfg > 1 else None
-                scenes.append(replace(painter.embed(images, painting.prompt, negative, size), images=()))
-            progress.at(len(scenes))
-    painter.free_encoder()
-    return scenes
+    sides = re.fullmatch(r"(\d{1,6})[x×](\d{1,6})", text.strip().lower(), re.ASCII)
+    width, height = (int(side) for side in sides.groups()) if sides else (0, 0)
+    if not all(SIDE_MULTIPLE <= side <= SIDE_MAX and side % SIDE_MULTIPLE == 0 for side in (width, height)):
+        near = "x".join(str(min(max(round(side / 16), 1) * 16, SIDE_MAX)) for side in (width, height))
+        raise UsageError(
+            "no image of this size can be generated",
+            where="--size",
+            expected=f"WIDTHxHEIGHT, both multiples of {SIDE_MULTIPLE} of at most {SIDE_MAX}",
+            found=text,
+            hint=f"--size {near}" if width and height else "such as --size 1024x768",
+        )
+    return width, height
 
 
-def _paint(
-    painter: Predictor,
-    work: Sequence[tuple[Request, Scene]],
-    config: Config,
-    size: tuple[int, int] | None,
-    made_by: dict[str, Any],
-    progress: Progress,
-) -> None:
-    """Paint and write one after the other, so that what is painted stays when a later one fails."""
-    from dataclasses import replace
+def parse_lora(text: str) -> AdapterConfig:
+    """PATH or PATH:SCALE. Raises UsageError when there is no adapter."""
+    from pydantic import ValidationError
 
-    from qie.cli.assemble import read_images, save_image
-    from qie.cli.paintings import placed
-    from qie.inference import paint_scene
+    from qie.config import AdapterConfig
+    from qie.errors import UsageError
+    from qie.paths import local_path
+    from qie.training.model.adapter_file import ADAPTER_FILE
 
-    steps, cfg, done = made_by["steps"], made_by["cfg"], 0
-    for painting, scene in work:
-        about = {"prompt": painting.prompt, "negative_prompt": painting.negative_prompt, "images": painting.images}
-        with placed(painting.where):
-            seen = replace(scene, images=tuple(read_images(painting.images, config.data.background)))
-            for seed, output in enumerate(painting.outputs, start=painting.seed):
-                on_step = partial(_on_step, progress, done, output.name)
-                image = paint_scene(painter.pipeline, seen, steps=steps, cfg=cfg, seed=seed, size=size, on_step=on_step)
-                save_image(image, output, about | {"seed": seed, "size": image.size} | made_by)
-                done += steps
-                _say(f"{output}: {image.width}×{image.height}")
+    path, scale = local_path(text), 1.0
+    before, colon, after = text.rpartition(":")
+    if colon and not path.exists():
+        try:
+            path, scale = local_path(before), float(after)
+        except ValueError:
+            path = local_path(text)
+    if not (path / ADAPTER_FILE).is_file() and not (path.is_file() and path.suffix == ".safetensors"):
+        whole = (path / "transformer").is_dir() or path.name == "transformer"
+        raise UsageError(
+            "no adapter in this folder, and no file of one",
+            where=path,
+            expected=f"{ADAPTER_FILE}, or a .safetensors file",
+            hint="it holds all weights of a transformer: give it as --transformer"
+            if whole
+            else "give a checkpoint-NNNNNN folder, or PATH:SCALE",
+        )
+    try:
+        return AdapterConfig(path=str(path), scale=scale)
+    except ValidationError as error:
+        expected = error.errors(include_url=False)[0]["msg"]
+        raise UsageError("the scale of a LoRA is refused", where=f"--lora {text}", expected=expected) from error
 
 
-def _on_step(progress: Progress, before: int, name: str, step: int) -> None:
-    progress.at(before + step, name)
+def with_loras(config: Config, words: Sequence[str]) -> Config:
+    """The configuration, with the adapters of --lora added to its model.adapters.
+
+    Raises:
+        UsageError: a path holds no adapter, or the same one is named twice and would count twice.
+    """
+    from qie.errors import UsageError
+    from qie.paths import local_path
+    from qie.training.model.adapter_file import ADAPTER_FILE
+
+    adapters = [*config.model.adapters, *map(parse_lora, words)]
+    files: set[Path] = set()
+    for adapter in adapters:
+        path = local_path(adapter.path)
+        file = (path / ADAPTER_FILE if path.is_dir() else path).resolve()
+        if file in files:
+            raise UsageError(
+                "the same LoRA twice",
+                where=adapter.path,
+                expected="each file once among --lora and model.adapters",
+                hint="give it once, with its scale",
+            )
+        files.add(file)
+    return config.model_copy(update={"model": config.model.model_copy(update={"adapters": adapters})})
 
 
 def _say(line: str) -> None:

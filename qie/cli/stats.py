@@ -14,7 +14,9 @@ from qie.quantities import human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
+    from qie.report.decoding import VaeDecoder
     from qie.stats import EpochPlan, Explanation, Summary
     from qie.stores import File
 
@@ -89,11 +91,10 @@ def _check(options: dict[str, Any]) -> None:
 def _summarise(
     shards: Sequence[str], indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool
 ) -> None:
-    from qie.cli.page import Page
     from qie.stats import summarise
 
     rows = _count(options["whole"]) if options["whole"] is not None else None
-    page = Page(shards, options, quiet or as_json) if options["html"] is not None else None
+    page = None if options["html"] is None else _open_page(options)
     gc.freeze()  # or the collector would go through all that was imported again and again while indexes come and go
     verify = options["verify"]
     quick = not verify and len(indexes) < 1000
@@ -102,7 +103,7 @@ def _summarise(
     if rows is not None:
         summary = summary.beside(rows)
     if page:
-        summary = page.write(indexes, summary)
+        summary = _write_page(page, shards, indexes, summary, options, quiet or as_json)
     if options["compact"] and not summary.faults:
         _compact(indexes, quiet or as_json)
     if as_json:
@@ -110,8 +111,46 @@ def _summarise(
     else:
         _print(summary, verify)
     if page and not quiet and not as_json:
-        echo(f"page      {page.path}")
+        echo(f"page      {page[0]}")
     sys.exit(1 if summary.faults or summary.missing else 0)
+
+
+def _open_page(options: dict[str, Any]) -> tuple[Path, VaeDecoder | None]:
+    """The page's file, and the decoder of its pictures, checked before any work."""
+    from qie.report import check_place
+
+    path = check_place(options["html"])
+    if options["vae"] is None:
+        return path, None
+    from qie.libraries import quiet_libraries
+    from qie.report.decoding import VaeDecoder
+
+    quiet_libraries()
+    return path, VaeDecoder(options["vae"])
+
+
+def _write_page(
+    page: tuple[Path, VaeDecoder | None],
+    shards: Sequence[str],
+    indexes: Sequence[File],
+    summary: Summary,
+    options: dict[str, Any],
+    quiet: bool,
+) -> Summary:
+    from qie.report import LOOKED_AT, write_report
+
+    (path, decoder), gallery = page, options["gallery"]
+    with Progress("looking", max(gallery, LOOKED_AT) + gallery, "samples", quiet=quiet) as progress:
+        return write_report(
+            path,
+            indexes,
+            summary,
+            shards,
+            gallery=gallery,
+            decoder=decoder,
+            verified=options["verify"],
+            progress=progress.at,
+        )
 
 
 def _count(place: str) -> int:
@@ -122,8 +161,8 @@ def _count(place: str) -> int:
 
 def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool) -> None:
     """Exits with 1 for rows and indexes that cannot be read; a miss is an answer."""
-    from qie.cli.common import quiet_libraries
     from qie.config import load_config
+    from qie.libraries import quiet_libraries
     from qie.opening import open_encoder, open_rows, variants
     from qie.stats import explain_rows
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qie.cli.common import Command, Progress, config_option, echo, explained, quiet_libraries, quiet_option, set_option
+from qie.cli.common import Command, Progress, config_option, echo, explained, quiet_option, set_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,9 +43,9 @@ def main(
 
     Ctrl-C finishes the current step, saves a checkpoint and exits with 0; go on with --resume latest.
     """
-    from qie.cli.samples import open_samples
     from qie.config import load_config
-    from qie.opening import open_accelerator
+    from qie.libraries import quiet_libraries
+    from qie.opening import open_accelerator, open_samples
     from qie.paths import local_path
     from qie.pretrained import open_pretrained
     from qie.streams import open_training_stream
@@ -72,7 +72,7 @@ def main(
             stream,
             accelerator,
             resume=resume,
-            # Shards of a model compute together; elsewhere one process generates, and the others need no encoder.
+            # All processes of a sharded model compute together; else one generates, and the others need no encoder.
             generate_samples=open_samples(config, accelerator.device) if main_process or sharded else None,
             listener=_listener(progress, local_path(config.train.output_dir)),
         )
@@ -115,7 +115,7 @@ def _told(quiet: bool) -> Iterator[Telling]:
 
 
 def _listener(progress: Progress, output_dir: Path) -> Listener:
-    from qie.cli.samples import save_samples
+    from qie.inference.samples import save_samples
     from qie.training.loop import Listener
 
     return Listener(

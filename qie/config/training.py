@@ -187,7 +187,7 @@ class LossConfig(Section):
 
 
 class SampleConfig(Section):
-    """An image that is painted at each validation."""
+    """An image that is generated at each validation."""
 
     images: Annotated[list[LocalPath], Field(min_length=1)] = Field(
         description="Images to edit: one, or several for edit_plus."
@@ -202,7 +202,7 @@ class ValidationConfig(Section):
 
     every: Count = Field(200, description="Steps between validations; before the first and after the last, too.")
     rows: CountOrZero = Field(16, description="How many rows are kept out of training; 0 validates nothing.")
-    samples: list[SampleConfig] = Field([], description="Images to paint at each validation.")
+    samples: list[SampleConfig] = Field([], description="Images to generate at each validation.")
     sample_steps: int = Field(20, ge=2, le=MAX_STEPS, description="Denoising steps of them.")
     sample_cfg: float = Field(4.0, ge=1.0, le=MAX_CFG, description="Guidance scale of them; 1 does without.")
 
@@ -216,7 +216,7 @@ class Devices(Section):
 
 
 class PredictConfig(Section):
-    """Painting."""
+    """Inference."""
 
     devices: Devices = Devices()
 

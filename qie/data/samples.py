@@ -21,7 +21,7 @@ from qie.recipe import Recipe
 from qie.shards.index import Skipped
 from qie.shards.shard_set import ShardSet
 from qie.shards.table import Columns, numbered
-from qie.stages import Pipeline, Stage
+from qie.stages import Pipeline, Stage, Stages
 from qie.types import Facts, Row, Sample
 
 
@@ -51,15 +51,14 @@ class Samples(Protocol):
 
 
 class RowEncoder(Protocol):
-    """What turns rows into samples. `qie.encode.Encoder` is one; a stream is given it and never makes it."""
+    """Turns rows into samples. `qie.encode.Encoder` is one; a stream is given it and never makes it."""
 
     @property
     def recipe(self) -> Recipe: ...
 
     @property
-    def stages(self) -> Sequence[Stage]:
-        """What `encode_together` consists of, to be overlapped. Each takes a list and gives one of the same length, in
-        which a RowError stands for a row that failed."""
+    def stages(self) -> Stages[Sequence[Row], list[Sample | RowError]]:
+        """The steps of `encode_together`, to be overlapped."""
 
     def inspect(self, row: Row) -> Facts:
         """What is known without encoding. Raises RowError when the row cannot be encoded."""
@@ -149,7 +148,7 @@ def look_at_rows(
             return [error]
 
     rows = range(len(source))[share]
-    looking = Pipeline([Stage("inspect", inspect, os.cpu_count() or 1)])
+    looking = Pipeline(Stage("inspect", inspect, os.cpu_count() or 1))
     for done, (index, looks) in enumerate(zip(rows, looking.run(rows), strict=True), start=1):
         progress(done)
         for number, seen in enumerate(looks):

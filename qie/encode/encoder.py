@@ -1,31 +1,113 @@
-"""Row -> Sample: the one way from images and a prompt to what is stored and trained on."""
+"""Row -> Sample: the one way from images and a prompt to the tensors that are stored and trained on."""
 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 from PIL import Image
 
 from qie.encode.fp16 import Stored, to_storage
-from qie.encode.images import MAX_IMAGE_PX, to_pixels, to_thumbnail
-from qie.encode.memo import LATENTS_BYTES, SEEN_BYTES, Memo
+from qie.encode.images import (
+    LATENT_SCALE,
+    MAX_IMAGE_PX,
+    apply_view,
+    augmented,
+    decode_image,
+    has_more_frames,
+    require_proportions,
+    to_loss_mask,
+    to_pixels,
+    to_thumbnail,
+)
 from qie.encode.options import EncoderOptions, make_recipe
-from qie.encode.rows import DecodedRow, PreparedRow, decode_row, see
-from qie.encode.text import MAX_POSITIONS, PromptEmbeds, PromptEncoder, Seen, check_prompt
+from qie.encode.sizes import Size, View, choose_view, fit_size
+from qie.encode.text import MAX_POSITIONS, Patches, PromptEmbeds, PromptEncoder, VisionFeatures, check_prompt
 from qie.encode.vae import VaeEncoder
 from qie.errors import QieError, RowError
 from qie.pretrained import PretrainedModel
-from qie.recipe import NULL_PROMPT, Recipe, normal_prompt
-from qie.stages import Stage, in_turn
-from qie.types import Facts, Row, Sample
+from qie.recipe import FAMILIES, NULL_PROMPT, Recipe, normal_prompt
+from qie.stages import Stage, Stages, in_turn
+from qie.types import Facts, Row, Sample, Shape
 
-T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+P = ParamSpec("P")
+
+LATENTS_BYTES = 1 << 30
+"""Memory for latents of images that may come again: about 2,000 at 1024²."""
+
+VISION_BYTES = 1 << 30
+"""Memory for vision features of controls: about 50 at 1024² in float32, 400 at 384² in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A decoded image, and the view of it that the models get."""
+
+    image: Image.Image
+    view: View
+
+    @classmethod
+    def of(cls, image: Image.Image, recipe: Recipe) -> Picture:
+        """An image under a recipe's sizes."""
+        return cls(image, choose_view(image.size, recipe.areas_px, recipe.buckets_px, recipe.multiple_px))
+
+    @property
+    def for_vae(self) -> Image.Image:
+        return apply_view(self.image, self.view)
+
+    def text_size(self, recipe: Recipe) -> Size:
+        """The size for Qwen2.5-VL: the VAE's, where the family has one image for both."""
+        if recipe.text_area_px is None:
+            return self.view.size
+        left, top, right, bottom = self.view.box
+        return fit_size(right - left, bottom - top, recipe.text_area_px, recipe.multiple_px)
+
+    def for_text(self, recipe: Recipe) -> Image.Image:
+        return apply_view(self.image, View(self.view.box, self.text_size(recipe)))
+
+    @property
+    def latent_size(self) -> Size:
+        """(H, W)."""
+        return self.view.size[1] // LATENT_SCALE, self.view.size[0] // LATENT_SCALE
+
+
+@dataclass(frozen=True)
+class DecodedRow:
+    """A row, decoded and checked. `notes` tell its owner about changes, such as dropped frames."""
+
+    row: Row
+    prompt: str
+    target: Picture
+    controls: tuple[Picture, ...]
+    loss_mask: torch.Tensor | None
+    notes: tuple[str, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.target.latent_size, tuple(control.latent_size for control in self.controls))
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRow:
+    """A row, decoded, checked and resized: all the work that needs no weights."""
+
+    row: Row
+    prompt: str
+    target: torch.Tensor
+    controls: tuple[torch.Tensor, ...]
+    patches: Patches
+    loss_mask: torch.Tensor | None
+    thumbnail: torch.Tensor | None
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,11 +119,81 @@ class _Latents:
     controls: tuple[Stored, ...]
 
 
-class Encoder:
-    """Both frozen encoders under one recipe. Their weights are loaded when the first row is encoded.
+def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:
+    """Decode and check a row.
 
-    By default rows are encoded one at a time: the last bits of a result depend on what else is in a batch, and a last
-    bit can decide an FP16 rounding, so a batch would make a sample depend on its neighbours.
+    Raises:
+        RowError: an image cannot be decoded, the prompt is refused, or the family takes another number of controls.
+    """
+    limit = FAMILIES[recipe.family].max_controls
+    if not row.controls or (limit is not None and len(row.controls) > limit):
+        raise RowError(
+            f"{len(row.controls)} control images for a model of family {recipe.family}",
+            expected="1 or more" if limit is None else f"exactly {limit}",
+            hint="an edit_plus model takes several" if row.controls else "every row needs an image to edit",
+        )
+    check_prompt(row.prompt)
+    images = {"the target": row.target} | {f"control {n}": content for n, content in enumerate(row.controls, start=1)}
+    decoded = {what: decode_image(content, what, recipe.background, max_image_px) for what, content in images.items()}
+    target, *controls = (Picture.of(augmented(image, row.augment), recipe) for image in decoded.values())
+    loss_mask = None
+    if row.mask is not None:
+        mask = decode_image(row.mask, "the mask", recipe.background, max_image_px)
+        if row.augment is not None:
+            # At the target's size, so that the same pixels are cut off it.
+            require_proportions(mask, decoded["the target"].size)
+            mask = augmented(mask.resize(decoded["the target"].size, Image.Resampling.BOX), row.augment)
+        loss_mask = to_loss_mask(mask, target.image.size, target.view)
+    notes = tuple(
+        f"{what} has several frames: the first is used" for what, content in images.items() if has_more_frames(content)
+    )
+    return DecodedRow(row, normal_prompt(row.prompt), target, tuple(controls), loss_mask, notes)
+
+
+def text_room(latent_sizes: Sequence[Size]) -> int:
+    """How many text tokens, images included, the transformer's table of positions holds beside latents of these sizes.
+
+    Text positions begin after the largest half side of a latent, in patches of 2×2.
+    """
+    return MAX_POSITIONS - max(max(size) for size in latent_sizes) // 4
+
+
+class Memo(Generic[A]):
+    """The last results, by key, within a budget of bytes: the same image often comes again. The one that nobody asked
+    for longest goes first.
+
+    Args:
+        budget_bytes: of all results together.
+        size_bytes: of one result.
+    """
+
+    def __init__(self, budget_bytes: int, size_bytes: Callable[[A], int]) -> None:
+        self._budget_bytes, self._size_bytes = budget_bytes, size_bytes
+        self._kept: OrderedDict[Hashable, A] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, compute: Callable[[], A]) -> A:
+        """The result for `key`, computed if it is missing. Two threads that ask at once may both compute it."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        result = compute()
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = result
+                self._bytes += self._size_bytes(result)
+            while self._bytes > self._budget_bytes:
+                self._bytes -= self._size_bytes(self._kept.popitem(last=False)[1])
+        return result
+
+
+class Encoder:
+    """Both frozen encoders under one recipe. The first row loads their weights.
+
+    By default the encoder takes one row at a time. The last bits of a result depend on the rest of its batch, and a
+    last bit can decide an FP16 rounding: in a batch, a sample would depend on its neighbours.
     """
 
     def __init__(
@@ -56,7 +208,7 @@ class Encoder:
         self.batch_size = recipe.batch_size
         self._vae_device, self._text_device, self._max_image_px = vae_device, text_device, max_image_px
         self._latents: Memo[Stored] = Memo(LATENTS_BYTES, lambda stored: stored.values.nbytes)
-        self._seen: Memo[Seen] = Memo(SEEN_BYTES, lambda seen: seen.nbytes)
+        self._vision: Memo[VisionFeatures] = Memo(VISION_BYTES, lambda features: features.nbytes)
 
     @classmethod
     def open(
@@ -67,7 +219,7 @@ class Encoder:
         text_device: torch.device,
         options: EncoderOptions | None = None,
     ) -> Encoder:
-        """The encoder of a model with all of `ENCODERS`. Its recipe is made now, from the content of the files.
+        """The encoder of a model with all of `ENCODERS`. Hashes the model's files now, for the recipe.
 
         Raises:
             ModelError: the tokenizer or processor cannot be loaded, or is another model's.
@@ -75,7 +227,7 @@ class Encoder:
         options = options or EncoderOptions()
         recipe = make_recipe(pretrained, options, vae_device, text_device)
         encoder = cls(pretrained, recipe, vae_device, text_device, options.max_image_px)
-        _ = encoder.text  # now, not in the threads that inspect rows; its weights wait
+        _ = encoder.text  # now, not in the threads that inspect rows; the weights come later
         return encoder
 
     @cached_property
@@ -89,7 +241,7 @@ class Encoder:
         return PromptEncoder(self.pretrained, self._text_device, dtype, share_prefix=self.recipe.share_prefix)
 
     def inspect(self, row: Row) -> Facts:
-        """What is known of a row without encoding it. Raises RowError as `encode` would, but for NaN and infinity."""
+        """Key, shape and length of a row, not encoded. Raises RowError as `encode`, except for NaN and infinity."""
         decoded = self._decode(row)
         return Facts(self.recipe.key(row), decoded.shape, self._count_tokens(decoded), row.mask is not None)
 
@@ -97,7 +249,7 @@ class Encoder:
         """The row's sample, in host memory.
 
         Raises:
-            RowError: an image, the prompt or the number of controls is refused, or an encoder gives NaN or infinity.
+            RowError: an image, the prompt or the number of controls is invalid, or an encoder gives NaN or infinity.
         """
         (sample,) = self.encode_together([row])
         if isinstance(sample, RowError):
@@ -105,25 +257,22 @@ class Encoder:
         return sample
 
     def encode_together(self, rows: Sequence[Row]) -> list[Sample | RowError]:
-        """Each row's sample, or why it has none; `batch_size` rows at a time, which decides the last bits.
+        """Each row's sample, or the reason why it has none; `batch_size` rows at a time, which decides the last bits.
 
-        On a device that is out of memory the batch is halved, for all later ones, too.
+        When a device is out of memory, this and all later batches are halved.
         """
-        samples: list[Sample | RowError] = in_turn(self.stages, rows)
-        return samples
+        return in_turn(self.stages, rows)
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        """What `encode_together` consists of. Each takes a list and gives one of the same length, in which a RowError
-        stands for a row that failed, then or before."""
-        return (
-            Stage("prepare", partial(_each, self._prepare), workers=min(4, os.cpu_count() or 1)),
-            Stage("vae", partial(self._in_parts, self._encode_images)),
-            Stage("text", partial(self._in_parts, self._encode_prompts)),
-        )
+    def stages(self) -> Stages[Sequence[Row], list[Sample | RowError]]:
+        """The steps of `encode_together`. A RowError stands for a row that failed, in this step or before."""
+        prepare = Stage("prepare", self._prepare_rows, workers=min(4, os.cpu_count() or 1))
+        vae = Stage("vae", partial(self._in_batches, self._encode_images))
+        text = Stage("text", partial(self._in_batches, self._encode_prompts))
+        return Stages.of(prepare).then(vae).then(text)
 
     def embed(self, images: Sequence[Image.Image], prompt: str) -> torch.Tensor:
-        """Embedding of a prompt over images of any size, [L, D] on the text encoder's device, as painting needs it.
+        """Embedding of a prompt with images of any size, [L, D] on the text encoder's device, for inference.
 
         Raises:
             RowError: the prompt contains a special token. The null prompt is allowed.
@@ -131,26 +280,28 @@ class Encoder:
         prompt = normal_prompt(prompt)
         if prompt:
             check_prompt(prompt)
-        pictures = [see(image, self.recipe).for_text(self.recipe) for image in images]
-        seen = self.text.see(self.text.patches(pictures))
-        return self.text.encode([seen], [prompt or NULL_PROMPT])[0].prompt
+        pictures = [Picture.of(image, self.recipe).for_text(self.recipe) for image in images]
+        features = self.text.vision_features(self.text.patches(pictures))
+        return self.text.encode([features], [prompt or NULL_PROMPT])[0].prompt
 
     def release(self) -> None:
-        """Let go of the weights; what is encoded next loads them again."""
+        """Free the weights; the next row loads them again."""
         self.__dict__.pop("vae", None)
         self.__dict__.pop("text", None)
 
     def _decode(self, row: Row) -> DecodedRow:
         decoded = decode_row(row, self.recipe, self._max_image_px)
         tokens = self._count_tokens(decoded)
-        # The transformer's text positions begin behind the largest half side of an image, in patches of 2×2.
-        room = MAX_POSITIONS - max(max(size) for size in (decoded.shape.target, *decoded.shape.controls)) // 4
+        room = text_room([decoded.shape.target, *decoded.shape.controls])
         if tokens > room:
             raise RowError("the prompt is too long", expected=f"at most {room} tokens, images included", found=tokens)
         return decoded
 
     def _count_tokens(self, row: DecodedRow) -> int:
         return self.text.count_tokens([control.text_size(self.recipe) for control in row.controls], row.prompt)
+
+    def _prepare_rows(self, rows: Sequence[Row]) -> list[PreparedRow | RowError]:
+        return [_attempt(self._prepare, row) for row in rows]
 
     def _prepare(self, row: Row) -> PreparedRow:
         decoded = self._decode(row)
@@ -170,7 +321,7 @@ class Encoder:
         if len(rows) == 1:
             (row,) = rows
             targets = [self._latent(row.row.target_hash, row.row, row.target, "the target's latent")]
-        else:  # encoded together, a latent is not the one that the image gives alone, so it is no other row's
+        else:  # in a batch, a latent differs from the one that the image gives alone: no other row may have it
             targets = [
                 _attempt(to_storage, latent, "the target's latent")
                 for latent in self.vae.encode_together([row.target for row in rows])
@@ -181,7 +332,7 @@ class Encoder:
         ]
 
     def _encode_controls(self, row: PreparedRow, target: Stored) -> _Latents:
-        """A row's controls, each encoded alone: which rows have the same one changes nothing."""
+        """A row's controls, each encoded alone, so that rows may share them."""
         controls = []
         for digest, pixels in zip(row.row.control_hashes, row.controls, strict=True):
             latent = self._latent(digest, row.row, pixels, "a control's latent")
@@ -191,22 +342,22 @@ class Encoder:
         return _Latents(row, target, tuple(controls))
 
     def _latent(self, digest: str, row: Row, pixels: torch.Tensor, what: str) -> Stored | RowError:
-        """Of an image by itself, which is a function of its content and of what is done to it."""
+        """The latent of one image alone: a function of its content and its augmentation."""
         return _attempt(self._latents.get, (digest, row.augment), lambda: to_storage(self.vae.encode(pixels), what))
 
     def _encode_prompts(self, rows: Sequence[_Latents]) -> list[Sample | RowError]:
         prepared = [row.prepared for row in rows]
-        seen = [
-            self._seen.get((one.row.control_hashes, one.row.augment), partial(self.text.see, one.patches))
+        features = [
+            self._vision.get((one.row.control_hashes, one.row.augment), partial(self.text.vision_features, one.patches))
             for one in prepared
         ]
-        embeds = self.text.encode(seen, [one.prompt for one in prepared])
+        embeds = self.text.encode(features, [one.prompt for one in prepared])
         return [_attempt(self._sample, row, embed) for row, embed in zip(rows, embeds, strict=True)]
 
     def _sample(self, row: _Latents, embeds: PromptEmbeds) -> Sample:
         prefix, prepared = embeds.shared_prefix, row.prepared
         prompt = to_storage(embeds.prompt, "the prompt's embedding")
-        empty_tail = to_storage(embeds.empty[prefix:], "the null prompt's embedding")
+        empty_tail = to_storage(embeds.null[prefix:], "the null prompt's embedding")
         return Sample(
             key=self.recipe.key(prepared.row),
             prompt=prepared.prompt,
@@ -223,34 +374,32 @@ class Encoder:
             notes=prepared.notes,
         )
 
-    def _in_parts(self, work: Callable[[Sequence[Any]], list[Any]], rows: Sequence[Any]) -> list[Any]:
-        """`work` of the rows that have not failed yet, `batch_size` at a time."""
-        results: list[Any] = []
+    def _in_batches(
+        self, work: Callable[[Sequence[A]], list[B | RowError]], rows: Sequence[A | RowError]
+    ) -> list[B | RowError]:
+        """`work` on the rows that have not failed yet, `batch_size` at a time."""
+        results: list[B | RowError] = []
         while len(results) < len(rows):
-            part = rows[len(results) : len(results) + self.batch_size]
-            good = [row for row in part if not isinstance(row, RowError)]
+            batch = rows[len(results) : len(results) + self.batch_size]
+            good = [row for row in batch if not isinstance(row, RowError)]
             try:
                 done = iter(work(good) if good else ())
             except torch.OutOfMemoryError as error:
-                if len(part) == 1:
+                if len(batch) == 1:
                     raise QieError(
                         "an encoder's device is out of memory",
                         found=" ".join(str(error).split())[:200],
                         hint="give each encoder its own device (cache.*_encoder_device), or lower data.area_px",
                     ) from error
-                self.batch_size = len(part) // 2
+                self.batch_size = len(batch) // 2
                 warnings.warn(f"out of memory: going on with {self.batch_size} rows at a time", stacklevel=2)
                 continue
-            results += [row if isinstance(row, RowError) else next(done) for row in part]
+            results += [row if isinstance(row, RowError) else next(done) for row in batch]
         return results
 
 
-def _each(work: Callable[[Row], PreparedRow], rows: Sequence[Row]) -> list[PreparedRow | RowError]:
-    return [_attempt(work, row) for row in rows]
-
-
-def _attempt(work: Callable[..., T], *arguments: Any) -> T | RowError:
+def _attempt(work: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A | RowError:
     try:
-        return work(*arguments)
+        return work(*args, **kwargs)
     except RowError as error:
         return error

@@ -1,4 +1,4 @@
-"""From the bytes of an image file to the pixels that a model sees."""
+"""From the bytes of an image file to the pixels that a model gets."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from qie.errors import RowError
 from qie.types import Augment
 
 MAX_IMAGE_PX = 178_956_970
-"""Larger images are refused: more often than photographs they are decompression bombs. Pillow's own limit."""
+"""Pillow's own limit. Larger files are more often decompression bombs than photographs."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "AVIF")
-"""What is decoded. Pillow knows more, and for some of them starts other programs."""
+"""The formats that qie decodes. Pillow knows more, and starts other programs for some of them."""
 
 _PHOTOMETRIC = 262  # the tag of TIFF
 _SRGB_TOLERANCE = 16
@@ -28,15 +28,15 @@ _SRGB_TOLERANCE = 16
 LATENT_SCALE = 8
 """Image pixels per latent pixel, in each direction."""
 
-# Odd metadata is no fault, and `_require_size` is the limit here. Set once, for decoding runs in threads, in which
-# warnings cannot be caught.
+# Odd metadata is no fault, and `_require_size` checks the size. Set once: decoding runs in threads, where warnings
+# cannot be caught.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_IMAGE_PX) -> Image.Image:
-    """The RGB image in a file, as a person sees it: upright by its EXIF orientation, transparency laid on `background`,
-    colours brought to sRGB by the embedded profile, of an animation the first frame.
+    """The RGB image in a file, as a viewer shows it: upright by its EXIF orientation, composited on `background`,
+    converted to sRGB by its embedded profile. An animation gives its first frame.
 
     Args:
         content: the file.
@@ -45,8 +45,8 @@ def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_I
         max_px: larger images are refused before they are decoded.
 
     Raises:
-        RowError: the file is no image, is cut short or damaged, larger than `max_px`, longer than 200 times its width,
-            or of a depth whose range is not known.
+        RowError: the file is no image, is truncated or damaged, larger than `max_px`, longer than 200 times its width,
+            or of a depth whose range is unknown.
     """
     try:
         with _open(content) as image:
@@ -66,7 +66,7 @@ def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_I
 
 
 def has_more_frames(content: bytes) -> bool:
-    """Whether an image file, known to be one, has further frames or pages, which decoding leaves out."""
+    """Whether an image file has further frames or pages, which decoding drops."""
     with _open(content) as image:
         try:
             return bool(getattr(image, "is_animated", False))
@@ -91,13 +91,13 @@ def _require_size(size: Size, what: str, max_px: int) -> None:
 
 
 def _levels(image: Image.Image, white_is_zero: bool) -> Image.Image:
-    """16-bit grey as 8-bit grey, with its transparency and what is known about it; other images as they are."""
+    """16-bit grey as 8-bit grey, with its transparency and metadata; other images unchanged."""
     if not image.mode.startswith("I;16"):
         return image
     # Pillow's own conversion clips at 255 instead of scaling.
     deep = np.asarray(image)
     levels = (deep.astype(np.float64) / 257).round().astype(np.uint8)
-    if white_is_zero:  # which Pillow minds for 8 bits only
+    if white_is_zero:  # Pillow inverts only 8 bits
         levels = 255 - levels
     grey = Image.fromarray(levels)
     key = image.info.get("transparency")
@@ -108,7 +108,7 @@ def _levels(image: Image.Image, white_is_zero: bool) -> Image.Image:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turned by its EXIF orientation; as it is when its EXIF cannot be read."""
+    """Rotated by its EXIF orientation; unchanged when its EXIF is unreadable."""
     try:
         return ImageOps.exif_transpose(image)
     except (SyntaxError, ValueError, TypeError, KeyError, struct.error):
@@ -132,7 +132,7 @@ def _rgb(image: Image.Image, what: str, background: str) -> Image.Image:
 
 
 def _srgb(image: Image.Image) -> Image.Image:
-    """RGB by the image's colour profile; as it is without one, with an sRGB one, or with one that cannot be used."""
+    """RGB by the image's colour profile; unchanged without a usable one, or with sRGB."""
     content = image.info.get("icc_profile")
     if image.mode in ("P", "RGBA", "1"):
         image = image.convert("RGB")
@@ -151,14 +151,14 @@ def _srgb(image: Image.Image) -> Image.Image:
 
 
 def _changes_little(profile: ImageCms.ImageCmsProfile) -> bool:
-    """Whether grey stays grey: a linear profile has sRGB in its name, too, and means far brighter colours."""
+    """Whether grey stays grey: a linear profile, too, has sRGB in its name, and means far brighter colours."""
     ramp = Image.merge("RGB", [Image.linear_gradient("L")] * 3)
-    seen = ImageCms.profileToProfile(ramp, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
-    return bool(np.abs(np.asarray(seen, dtype=int) - np.asarray(ramp)).max() < _SRGB_TOLERANCE)
+    converted = ImageCms.profileToProfile(ramp, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    return bool(np.abs(np.asarray(converted, dtype=int) - np.asarray(ramp)).max() < _SRGB_TOLERANCE)
 
 
 def augmented(image: Image.Image, augment: Augment | None) -> Image.Image:
-    """A version of a decoded image; the image itself without `augment`."""
+    """A decoded image, cropped and flipped as `augment` says; the image itself without."""
     if augment is None:
         return image
     left, top, right, bottom = augment.box
@@ -169,18 +169,18 @@ def augmented(image: Image.Image, augment: Augment | None) -> Image.Image:
     return ImageOps.mirror(image) if augment.flip else image
 
 
-def show(image: Image.Image, view: View) -> Image.Image:
-    """What a view shows of an image: cropped, and resized with Lanczos as `VaeImageProcessor.resize` does it."""
-    seen = image if view.box == (0, 0, *image.size) else image.crop(view.box)
-    return seen.resize(view.size, Image.Resampling.LANCZOS)
+def apply_view(image: Image.Image, view: View) -> Image.Image:
+    """The image cropped to a view, and resized with Lanczos as `VaeImageProcessor.resize` does it."""
+    cropped = image if view.box == (0, 0, *image.size) else image.crop(view.box)
+    return cropped.resize(view.size, Image.Resampling.LANCZOS)
 
 
 @cache
 def resampling_digest() -> str:
-    """Hash of a test picture after each kind of resizing that encoding uses.
+    """Hash of a test picture after each kind of resizing that the encoders' inputs go through.
 
-    Pillow 13 resizes some sizes otherwise than Pillow 12, by up to five levels of 255. That is another input to the
-    encoders, and so part of the recipe.
+    Pillow 13 resizes some sizes differently from Pillow 12, by up to five levels of 255. The encoders get another
+    input, so the hash is part of the recipe.
     """
     height, width = np.mgrid[0:96, 0:128]
     channels = [(height * width) % 251, (height * 7 + width * 3) % 256, (height ^ width) % 256]
@@ -199,21 +199,21 @@ def to_pixels(image: Image.Image) -> torch.Tensor:
 
 
 def to_thumbnail(image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
-    """[h, w, 3] uint8: an image made small. `size` is height and width."""
+    """[h, w, 3] uint8: the image at a small size, given as (height, width)."""
     return torch.from_numpy(np.array(image.resize((size[1], size[0]), Image.Resampling.LANCZOS)))
 
 
 def require_proportions(mask: Image.Image, image: Size) -> None:
-    """Raise RowError when a mask has other proportions than its image, by more than a pixel."""
+    """Raise RowError when the proportions of a mask and its image differ by more than a pixel."""
     if abs(mask.width * image[1] - mask.height * image[0]) > max(*mask.size, *image):
         raise RowError("the mask has other proportions than the target", expected=image, found=mask.size)
 
 
 def to_loss_mask(mask: Image.Image, image: Size, view: View) -> torch.Tensor:
-    """[H, W] uint8: how bright the mask of an image is over each latent pixel of a view of it.
+    """[H, W] uint8: the mask's mean brightness over each latent pixel of a view of its image.
 
     Raises:
-        RowError: the mask has other proportions than the image, by more than a pixel.
+        RowError: the proportions of mask and image differ by more than a pixel.
     """
     require_proportions(mask, image)
     scale_x, scale_y = mask.width / image[0], mask.height / image[1]

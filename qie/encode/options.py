@@ -1,4 +1,4 @@
-"""What a user may choose of the encoding, and the recipe that follows from it."""
+"""The options of encoding, and the recipe that follows from them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from qie.config import Config
 from qie.devices import resolve_dtype
 from qie.encode.images import MAX_IMAGE_PX, resampling_digest
 from qie.encode.sizes import Size
@@ -15,22 +16,22 @@ from qie.pretrained import PretrainedModel, content_hash, processor_hash
 from qie.recipe import ENCODING_VERSION, Family, Recipe, template_digest
 
 HASHED = ("vae", "text_encoder", "tokenizer")
-"""Components whose files' hashes are in a recipe; of the processor it is what its configuration says."""
+"""Components whose files are hashed for a recipe. The processor's hash is of its configuration alone."""
 
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    """None and auto are the family's and the machine's own.
+    """None and auto stand for the family's and the machine's own values.
 
     Attributes:
         areas_px, buckets_px, text_area_px, multiple_px: sizes, see `Recipe`.
-        background: colour that transparent images are laid on.
+        background: colour behind transparent pixels.
         compute_dtype: name of a dtype; auto is bfloat16 on a GPU and float32 on the CPU.
         share_prefix: prompts continue on a pass over the images alone; see `PromptEncoder.encode`.
-        batch_size: rows that are encoded together.
+        batch_size: rows per batch of the encoders.
         compiled: the VAE runs through torch.compile.
-        thumbnail_px: longest side of the picture that is stored with a sample; None for no picture.
-        max_image_px: larger images are refused; not part of the recipe, since it changes no tensor.
+        thumbnail_px: longest side of the picture stored with a sample; None for no picture.
+        max_image_px: limit of an image; not part of the recipe, since it changes no tensor.
     """
 
     areas_px: tuple[int, ...] | None = None
@@ -44,6 +45,25 @@ class EncoderOptions:
     compiled: bool = False
     thumbnail_px: int | None = None
     max_image_px: int = MAX_IMAGE_PX
+
+    @classmethod
+    def of(cls, config: Config) -> EncoderOptions:
+        """The options in sections data and cache of a configuration."""
+        data, cache = config.data, config.cache
+        areas = [data.area_px] if isinstance(data.area_px, int) else data.area_px
+        return cls(
+            areas_px=None if areas is None else tuple(areas),
+            buckets_px=tuple((width, height) for width, height in data.buckets_px),
+            text_area_px=data.text_area_px,
+            multiple_px=data.multiple_px,
+            background=data.background,
+            compute_dtype=cache.compute_dtype,
+            share_prefix=cache.share_prefix,
+            batch_size=cache.encode_batch_size,
+            compiled=cache.compile,
+            thumbnail_px=cache.thumbnail_px,
+            max_image_px=data.max_image_px,
+        )
 
 
 def make_recipe(
@@ -66,10 +86,10 @@ def make_recipe(
 
 
 def known_fields(pretrained: PretrainedModel, options: EncoderOptions) -> dict[str, Any]:
-    """The fields that the recipe has wherever rows are encoded, as far as they can be known here.
+    """The fields of the recipe that are the same on every machine, as far as this one knows them.
 
-    Left out are what the encoding machine decides (how its image library resizes, and precisions that are `auto`), and
-    the hashes of components that the model lacks: where models are trained on shards it needs no encoders.
+    The encoding machine decides the others: how its image library resizes, and precisions that are `auto`. The hashes
+    of components that the model lacks are left out, too: training on shards needs no encoders.
     """
     known = _chosen(pretrained.family, options) | {"storage_dtype": "float16", "encoding_version": ENCODING_VERSION}
     if options.compute_dtype != "auto":

@@ -1,7 +1,7 @@
-"""Which part of an image a model sees, and at what size. Pure: sizes in, sizes out, all in pixels, (width, height).
+"""The part of an image that a model gets, and its size. Pure: sizes in, sizes out, all in pixels, (width, height).
 
-The families' own rule is one area, with the image's own proportions. A list of areas takes the largest that does not
-enlarge the image. Buckets are fixed sizes: the one of the nearest proportions, after cropping the image to them.
+The families' own rule is one area, in the image's own proportions. Of a list of areas, an image takes the largest that
+does not enlarge it. Buckets are fixed sizes: an image is cropped to the one of the nearest proportions.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 Size = tuple[int, int]
 
 MAX_RATIO = 200
-"""Longer images than this are refused, as Qwen2.5-VL's processor refuses them."""
+"""Limit of an image's sides, long to short, as in Qwen2.5-VL's processor."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What of an image is seen, (left, top, right, bottom), and the size that the VAE sees it at."""
+    """A box of an image, (left, top, right, bottom), and its size for the VAE."""
 
     box: tuple[int, int, int, int]
     size: Size
 
 
 def choose_view(image: Size, areas_px: Sequence[int], buckets_px: Sequence[Size], multiple_px: int) -> View:
-    """The view of an image under a recipe's sizes; buckets, if there are any, go before areas."""
+    """The view of an image under a recipe's sizes; buckets take precedence over areas."""
     if buckets_px:
         bucket = nearest_bucket(image, buckets_px)
         return View(centre_crop(image, bucket), bucket)
@@ -33,13 +33,13 @@ def choose_view(image: Size, areas_px: Sequence[int], buckets_px: Sequence[Size]
 
 
 def choose_area(image: Size, areas_px: Sequence[int]) -> int:
-    """The largest of the areas that is no larger than the image, or the smallest of them."""
+    """The largest area that does not exceed the image's, or the smallest of all."""
     within = [area for area in areas_px if area <= image[0] * image[1]]
     return max(within) if within else min(areas_px)
 
 
 def nearest_bucket(image: Size, buckets_px: Sequence[Size]) -> Size:
-    """The bucket of the nearest proportions, in octaves; of equally near ones, that of the nearest area."""
+    """The bucket of the nearest proportions, in octaves; among equals, the one of the nearest area."""
 
     def distance(bucket: Size) -> tuple[float, float, Size]:
         shape = abs(math.log2(bucket[0] / bucket[1] * image[1] / image[0]))
@@ -49,7 +49,7 @@ def nearest_bucket(image: Size, buckets_px: Sequence[Size]) -> Size:
 
 
 def centre_crop(image: Size, proportions: Size) -> tuple[int, int, int, int]:
-    """The largest box in the middle of an image that has the given proportions, to the pixel."""
+    """The largest centred box of the given proportions in an image, to the pixel."""
     width = min(image[0], max(round(image[1] * proportions[0] / proportions[1]), 1))
     height = min(image[1], max(round(image[0] * proportions[1] / proportions[0]), 1))
     left, top = (image[0] - width) // 2, (image[1] - height) // 2

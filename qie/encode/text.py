@@ -1,8 +1,8 @@
-"""Prompts and the images they speak of, to the embeddings that the transformer was trained with.
+"""Prompts and their images, to the embeddings that the transformer was trained with.
 
-Built from the tokenizer and the PIL image processor directly: `Qwen2VLProcessor` needs torchvision, and the pipelines
-of diffusers up to 0.42.1 do not pass `mm_token_type_ids`, without which transformers 5 gives image tokens other
-positions than the released model had (huggingface/diffusers#14194).
+This module uses the tokenizer and the PIL image processor directly. `Qwen2VLProcessor` needs torchvision, and the
+pipelines of diffusers up to 0.42.1 do not pass `mm_token_type_ids`, without which transformers 5 gives image tokens
+other positions than the released model had (huggingface/diffusers#14194).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from qie.recipe import NULL_PROMPT, Family
 _SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 
 MAX_POSITIONS = 4096
-"""Rows of the transformer's table of rotary positions, which targets, controls and text share."""
+"""Length of the transformer's table of rotary positions, which targets, controls and text share."""
 
 MAX_PROMPT_CHARS = 65_536
-"""Longer prompts are refused before they are cut into tokens, which can take minutes: 4,096 tokens are far fewer."""
+"""Longer prompts are refused before they are tokenized, which can take minutes: 4,096 tokens are far fewer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,33 +38,32 @@ class PromptEmbeds:
 
     Attributes:
         prompt: [L, D].
-        empty: [L0, D]; its first `shared_prefix` tokens are those of `prompt`, bit for bit.
+        null: [L0, D]; its first `shared_prefix` tokens equal those of `prompt`, bit for bit.
         shared_prefix: tokens before the prompt: images, and the words between them.
     """
 
     prompt: torch.Tensor
-    empty: torch.Tensor
+    null: torch.Tensor
     shared_prefix: int
 
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """Images cut up for the vision tower: pixel values, on the host, and patches of each image, [n, 3]."""
+    """The vision tower's input: pixel values, on the host, and the grid of patches of each image, [n, 3]."""
 
     values: torch.Tensor
     grids: torch.Tensor
 
 
 @dataclass(eq=False)
-class Seen:
-    """Images after Qwen2.5-VL's vision tower, for any number of prompts about them.
+class VisionFeatures:
+    """What Qwen2.5-VL's vision tower gives for images, for any number of prompts.
 
     Attributes:
         text: template and image tokens, up to the prompt.
-        features: what stands for the image tokens, [tokens, D].
-        grids: patches of each image, [n, 3].
-        prefix: of a pass over `text`: key-value cache, last hidden states, and the rotary position that comes next.
-            Only there if prompts are to continue on it.
+        features: the embeddings of the image tokens, [tokens, D].
+        grids: the grid of patches of each image, [n, 3].
+        prefix: with share_prefix, a pass over `text`: key-value cache, last hidden states, next rotary position.
     """
 
     text: str
@@ -74,7 +73,7 @@ class Seen:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory, about: with a prefix, the cache of every layer, too."""
+        """Memory, about: with a prefix, the cache of every layer, too."""
         tensors = [self.features]
         if self.prefix is not None:
             cache, hidden, _ = self.prefix
@@ -83,8 +82,8 @@ class Seen:
 
 
 def check_prompt(prompt: str) -> None:
-    """Raise RowError when a prompt cannot stand in the template: nothing in it, no Unicode, a token that would be taken
-    for an image or for the prompt's end, or so much that its tokens need not be counted."""
+    """Raise RowError for a prompt that does not fit the template: it is empty, far too long, no Unicode, or contains a
+    special token, which the model would take for an image or for the prompt's end."""
     if not prompt.strip():
         raise RowError("the prompt is empty")
     if len(prompt) > MAX_PROMPT_CHARS:
@@ -96,7 +95,7 @@ def check_prompt(prompt: str) -> None:
 
 
 class PromptEncoder:
-    """Qwen2.5-VL, without its language head, which embeddings do not use. Weights are loaded on first use.
+    """Qwen2.5-VL without its language head, which embeddings do not need. The first use loads the weights.
 
     Args:
         pretrained: with text_encoder, tokenizer and processor.
@@ -104,7 +103,7 @@ class PromptEncoder:
         share_prefix: see `encode`.
 
     Raises:
-        ModelError: the tokenizer does not give the template the length that is dropped, so it is another model's.
+        ModelError: the tokenizer belongs to another model: it gives the template another length than the one dropped.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ class PromptEncoder:
     def _model(self) -> Any:
         with loading(self._folder):
             whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-                # Straight from the mapped file to the device: several processes hold the weights in host memory once.
+                # Straight from the mapped file to the device: processes share one copy of the weights in host memory.
                 self._folder,
                 dtype=self.dtype,
                 use_safetensors=True,
@@ -134,7 +133,7 @@ class PromptEncoder:
         return whole.model.eval().requires_grad_(False)
 
     def count_tokens(self, image_sizes: Sequence[tuple[int, int]], prompt: str) -> int:
-        """Length L of the prompt's embedding over images of these (width, height), without encoding anything."""
+        """Length L of the prompt's embedding with images of these (width, height). Encodes nothing."""
         pads = [
             self._processor.get_number_of_image_patches(height, width) // self._processor.merge_size**2
             for width, height in image_sizes
@@ -143,46 +142,46 @@ class PromptEncoder:
         return len(self._tokenizer(text)["input_ids"]) - self._family.drop_tokens
 
     def patches(self, images: Sequence[Image.Image]) -> Patches:
-        """What the vision tower takes of images that have the sizes that the recipe gives them."""
+        """The vision tower's input for images that already have the recipe's sizes."""
         inputs = self._processor(images=list(images), return_tensors="pt")
         return Patches(inputs["pixel_values"], inputs["image_grid_thw"])
 
     @torch.inference_mode()
-    def see(self, patches: Patches) -> Seen:
-        """Pass images through the vision tower."""
+    def vision_features(self, patches: Patches) -> VisionFeatures:
+        """Images through the vision tower; with share_prefix, through the language model, too."""
         grids = patches.grids.to(self.device)
         features = self._model.get_image_features(patches.values.to(self.device), grids)
         features = getattr(features, "pooler_output", features)
         pads = [int(grid.prod()) // self._processor.merge_size**2 for grid in patches.grids]
-        seen = Seen(self._before_prompt(pads), torch.cat(tuple(features)), grids)
+        images = VisionFeatures(self._before_prompt(pads), torch.cat(tuple(features)), grids)
         if self._share_prefix:
-            embeds, positions = self._inputs(seen, seen.text)
+            embeds, positions = self._inputs(images, images.text)
             output = self._model.language_model(
                 inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=True
             )
-            seen.prefix = output.past_key_values, output.last_hidden_state[0], int(positions[0, -1]) + 1
-        return seen
+            images.prefix = output.past_key_values, output.last_hidden_state[0], int(positions[0, -1]) + 1
+        return images
 
     @torch.inference_mode()
-    def encode(self, seen: Sequence[Seen], prompts: Sequence[str]) -> list[PromptEmbeds]:
-        """Embeddings of each prompt and of the null prompt over its images, together.
+    def encode(self, images: Sequence[VisionFeatures], prompts: Sequence[str]) -> list[PromptEmbeds]:
+        """Embeddings of each prompt and of the null prompt with its images, in one batch.
 
-        A prompt takes one full pass, exactly as the released pipeline's. The null prompt continues on the part of that
-        pass's key-value cache that stands before the prompt: the model is causal, so that part does not depend on it.
+        A prompt takes one full pass, exactly as in the released pipeline. The null prompt continues on the part of that
+        pass's key-value cache that precedes the prompt: the model is causal, so that part does not depend on it.
 
-        If `share_prefix`, the prompt continues on such a cache, too, of a pass over the images alone. Rows of the same
-        images then share it. It is about 1e-6 of the values' deviation away from a full pass in float32.
+        With `share_prefix` the prompt, too, continues on a cache: that of a pass over the images alone, which rows with
+        the same images share. In float32 the result differs from a full pass by about 1e-6 of the values' deviation.
 
-        The last bits depend on what is passed together; one at a time, they depend on the row alone.
+        The last bits depend on the batch; one row at a time, they depend on the row alone.
         """
         if self._share_prefix:
-            return [self._continue(one, prompt) for one, prompt in zip(seen, prompts, strict=True)]
-        return self._whole(seen, prompts)
+            return [self._continue(one, prompt) for one, prompt in zip(images, prompts, strict=True)]
+        return self._whole(images, prompts)
 
-    def _whole(self, seen: Sequence[Seen], prompts: Sequence[str]) -> list[PromptEmbeds]:
+    def _whole(self, images: Sequence[VisionFeatures], prompts: Sequence[str]) -> list[PromptEmbeds]:
         inputs = [
             self._inputs(one, one.text + prompt + self._family.after_prompt)
-            for one, prompt in zip(seen, prompts, strict=True)
+            for one, prompt in zip(images, prompts, strict=True)
         ]
         mask = _padded([torch.ones(len(embeds), dtype=torch.long, device=self.device) for embeds, _ in inputs])
         output = self._model.language_model(
@@ -191,65 +190,65 @@ class PromptEncoder:
             attention_mask=mask,
             use_cache=True,
         )
-        lengths = [len(self._tokenizer(one.text)["input_ids"]) for one in seen]
+        lengths = [len(self._tokenizer(one.text)["input_ids"]) for one in images]
         before = torch.arange(mask.shape[1], device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
         starts = [int(positions[0, length - 1]) + 1 for (_, positions), length in zip(inputs, lengths, strict=True)]
-        tails = self._tails(output.past_key_values, before.long(), starts, [NULL_PROMPT] * len(seen))
+        tails = self._tails(output.past_key_values, before.long(), starts, [NULL_PROMPT] * len(images))
         hidden = [states[: len(embeds)] for states, (embeds, _) in zip(output.last_hidden_state, inputs, strict=True)]
         return [
             self._embeds(states[:length], states[length:], tail)
             for states, length, tail in zip(hidden, lengths, tails, strict=True)
         ]
 
-    def _continue(self, seen: Seen, prompt: str) -> PromptEmbeds:
-        assert seen.prefix is not None
-        cache, hidden, start = seen.prefix
+    def _continue(self, images: VisionFeatures, prompt: str) -> PromptEmbeds:
+        assert images.prefix is not None
+        cache, hidden, start = images.prefix
         texts = [prompt, NULL_PROMPT]
         cache = copy.deepcopy(cache)
         cache.batch_repeat_interleave(len(texts))
         before = torch.ones(len(texts), len(hidden), dtype=torch.long, device=self.device)
-        tail, empty_tail = self._tails(cache, before, [start] * len(texts), texts)
-        return self._embeds(hidden, tail, empty_tail)
+        tail, null_tail = self._tails(cache, before, [start] * len(texts), texts)
+        return self._embeds(hidden, tail, null_tail)
 
     def _tails(
         self, cache: Any, before: torch.Tensor, starts: Sequence[int], texts: Sequence[str]
     ) -> list[torch.Tensor]:
-        """Hidden states of prompts that continue on a cache, together.
+        """Hidden states of prompts that continue on a cache, in one batch.
 
         Args:
             cache: of [B, P] tokens.
-            before: [B, P], 1 where a cached token stands before the prompt, 0 where it is to be unseen.
+            before: [B, P], 1 where a cached token precedes the prompt, 0 where attention is to ignore it.
             starts: rotary position of each prompt's first token.
             texts: the prompts.
         """
         tokens = [self._tokenizer(text + self._family.after_prompt)["input_ids"] for text in texts]
         ids = _padded([torch.tensor(one, device=self.device) for one in tokens])
-        seen = _padded([torch.ones(len(one), dtype=torch.long, device=self.device) for one in tokens])
+        mask = _padded([torch.ones(len(one), dtype=torch.long, device=self.device) for one in tokens])
         positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
         output = self._model.language_model(
             inputs_embeds=self._model.get_input_embeddings()(ids),
             position_ids=positions.expand(3, -1, -1),
-            attention_mask=torch.cat([before, seen], dim=1),
+            attention_mask=torch.cat([before, mask], dim=1),
             past_key_values=cache,
             use_cache=True,
         )
         return [states[: len(one)] for states, one in zip(output.last_hidden_state, tokens, strict=True)]
 
-    def _inputs(self, seen: Seen, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _inputs(self, images: VisionFeatures, text: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Input embeddings [L, D] of a text with its images in place, and rotary positions [3, L]."""
         ids = torch.tensor([self._tokenizer(text)["input_ids"]], device=self.device)
         is_image = ids == self._model.config.image_token_id
         embeds = self._model.get_input_embeddings()(ids)
-        embeds = embeds.masked_scatter(is_image[..., None], seen.features.to(embeds.dtype))
-        positions, _ = self._model.get_rope_index(ids, mm_token_type_ids=is_image.int(), image_grid_thw=seen.grids)
+        embeds = embeds.masked_scatter(is_image[..., None], images.features.to(embeds.dtype))
+        positions, _ = self._model.get_rope_index(ids, mm_token_type_ids=is_image.int(), image_grid_thw=images.grids)
         return embeds[0], positions[:, 0]
 
-    def _embeds(self, before: torch.Tensor, tail: torch.Tensor, empty_tail: torch.Tensor) -> PromptEmbeds:
+    def _embeds(self, before: torch.Tensor, tail: torch.Tensor, null_tail: torch.Tensor) -> PromptEmbeds:
         prefix = before[self._family.drop_tokens :]
-        return PromptEmbeds(torch.cat([prefix, tail]), torch.cat([prefix, empty_tail]), len(prefix))
+        return PromptEmbeds(torch.cat([prefix, tail]), torch.cat([prefix, null_tail]), len(prefix))
 
     def _before_prompt(self, pads: Sequence[int]) -> str:
-        """Template and images, an image being as many tokens as `pads` says."""
+        """Template and images; `pads` says how many tokens each image takes."""
         pictures = (
             self._family.image_text.format(number=number, pads="<|image_pad|>" * count)
             for number, count in enumerate(pads, start=1)
@@ -268,5 +267,5 @@ class PromptEncoder:
 
 
 def _padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of different lengths as one tensor, zeros behind the shorter ones."""
+    """Rows of different lengths as one tensor, the shorter ones padded with zeros at the end."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)

@@ -18,7 +18,7 @@ INSTEAD = {
     "processor": "`encoder.embed(images, prompt)` of `qie.open_encoder(config)`",
     "encode_image_embedding": "`encoder.vae.encode(pixels)`, or `encoder.encode(row)`",
     "_encode_vae_image": "`encoder.vae.encode(pixels)`, or `encoder.encode(row)`",
-    "prepare_latents": "`encoder.encode(row)` to train, `painter.paint(images, prompt)` to generate",
+    "prepare_latents": "`encoder.encode(row)` to train, `predictor.generate(images, prompt)` to generate",
     "_get_qwen_prompt_embeds": "`encode_prompt(prompt, image)`",
     "_compute_loss": "`training_step(batch)`",
     "EmbeddingCacheHook": "`qie.precompute.precompute`, or `qie-precompute`",

@@ -139,7 +139,7 @@ class QwenImageEditTrainer:
         self._config = given
         self._pretrained: PretrainedModel | None = None
         self._encoder: Encoder | None = None
-        self._painter: Predictor | None = None
+        self._predictor: Predictor | None = None
         self._vae: AutoencoderKLQwenImage | None = None
         self._stream: Stream | None = None
 
@@ -317,7 +317,7 @@ class QwenImageEditTrainer:
         if mode == "train" and self.use_cache and self.cache_exist:
             if self._encoder is not None:
                 free(self._encoder)
-            self._encoder, self._painter, self._vae = None, None, None
+            self._encoder, self._predictor, self._vae = None, None, None
         if mode != "train":
             self._run, self.optimizer, self.lr_scheduler = None, None, None
 
@@ -376,9 +376,9 @@ class QwenImageEditTrainer:
         export_adapter(self._adapter(), folder / ADAPTER_FILE, "diffusers")
 
     def load_lora(self, pretrained_weight: str | Path, adapter_name: str | None = None) -> None:
-        """Begin with this adapter in `set_lora` and `fit`, and paint with it.
+        """Begin with this adapter in `set_lora` and `fit`, and generate with it.
 
-        Now: `model.lora.continue_from` to train on, `qie-predict --lora` to paint.
+        Now: `model.lora.continue_from` to train on, `qie-predict --lora` for inference.
 
         Args:
             pretrained_weight: a run's folder, a checkpoint, or a file that diffusers reads.
@@ -421,12 +421,12 @@ class QwenImageEditTrainer:
     # Generation
 
     def setup_predict(self) -> None:
-        """Make ready to paint, with the adapter of `load_lora`, which is `model.lora.continue_from`.
+        """Prepare for inference, with the adapter of `load_lora`, which is `model.lora.continue_from`.
 
-        Weights are loaded by the first `predict`. Now: `painter = qie.open_predictor(config, lora)`.
+        Weights are loaded by the first `predict`. Now: `predictor = qie.open_predictor(config, lora)`.
         """
         lora = self.config.model.lora
-        self._painter = open_predictor(self.config, lora.continue_from if lora else None)
+        self._predictor = open_predictor(self.config, lora.continue_from if lora else None)
 
     def predict(
         self,
@@ -442,7 +442,7 @@ class QwenImageEditTrainer:
         *,
         seed: int = 0,
     ) -> Pictures:
-        """Edited images, a list that is an array, too. Now: `painter.paint(images, prompt, steps=, cfg=, seed=)`.
+        """Edited images, a list that is an array, too. Now: `predictor.generate(images, prompt, steps=, cfg=, seed=)`.
 
         Args:
             prompt_image: an image of PIL, an array [H, W, 3] of uint8, or a path. With several prompts, one for each of
@@ -451,7 +451,7 @@ class QwenImageEditTrainer:
             negative_prompt: one, or one for each prompt. Empty guides away from the null prompt; None does without
                 guidance, in half the time.
             true_cfg_scale: of guidance; 1 and below does without.
-            image_latents, prompt_embeds, prompt_embeds_mask: refused. Now: `qie.inference.paint_scene`.
+            image_latents, prompt_embeds, prompt_embeds_mask: refused. Now: `qie.inference.generate`.
             weight_dtype: ignored. Now: `cache.compute_dtype`.
             seed: of the noise.
 
@@ -459,9 +459,7 @@ class QwenImageEditTrainer:
             UsageError: something is no image or no prompt, their numbers do not fit, or tensors are given.
         """
         if any(given is not None for given in (image_latents, prompt_embeds, prompt_embeds_mask)):
-            raise UsageError(
-                "predict takes images and prompts, no tensors", hint="qie.inference.paint_scene takes both"
-            )
+            raise UsageError("predict takes images and prompts, no tensors", hint="qie.inference.generate takes both")
         if weight_dtype is not None:
             ignored("weight_dtype", "cache.compute_dtype in the configuration")
         scenes = self._scenes(prompt_image, prompt)
@@ -469,15 +467,15 @@ class QwenImageEditTrainer:
         against = against * len(scenes) if len(against) == 1 else against
         if len(against) != len(scenes):
             raise UsageError("several negative prompts need a prompt each", expected=len(scenes), found=len(against))
-        if self._painter is None:
+        if self._predictor is None:
             self.setup_predict()
-        assert self._painter is not None
-        painted = Pictures()
+        assert self._predictor is not None
+        pictures = Pictures()
         for (images, text), negative in zip(scenes, against, strict=True):
             cfg = 1.0 if negative is None else true_cfg_scale
             told: dict[str, Any] = {"steps": num_inference_steps, "cfg": cfg, "seed": seed}
-            painted.append(self._painter.paint(images, text, negative_prompt=negative or NULL_PROMPT, **told))
-        return painted
+            pictures.append(self._predictor.generate(images, text, negative_prompt=negative or NULL_PROMPT, **told))
+        return pictures
 
     def encode_prompt(
         self, prompt: str | Sequence[str], image: object, device: torch.device | str | None = None

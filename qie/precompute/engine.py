@@ -1,52 +1,155 @@
 """The engine: shards of rows through overlapping stages, each shard published as soon as it is complete.
 
-    items ─> read ─> merge ─> the encoder's stages ─> record ─> write ─> publish ─> report
-             n threads         prepare, VAE, text                          tar, then index
+    work ─> read ─> merge ─> the encoder's stages ─> record ─> write ─> publish ─> report
+            n threads         prepare, VAE, text                          tar, then index
 
-Every stage has a thread of its own and a short queue before it. So the time is that of the slowest one, VAE and text
-encoder work at once on different rows, and memory does not grow with the dataset.
+Every stage has a thread of its own and a short queue before it. So the slowest one sets the time, VAE and text encoder
+work at once on different rows, and memory does not grow with the dataset.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from qie.data.samples import RowEncoder
 from qie.data.sources import Source, source_name
+from qie.data.variants import Variants
 from qie.errors import RowError
 from qie.precompute.ranges import Range, shard_ranges
 from qie.precompute.report import Progress, Report
 from qie.precompute.reuse import Records
-from qie.precompute.work import Group, Item, Kept, OpenShard, Settings, Waiting, count, fresh_in, located, rows_in
 from qie.shards.index import Entry, ShardIndex, Skipped, row_inputs, shard_stem
 from qie.shards.reader import Shard
 from qie.shards.record import encode
 from qie.shards.storage import published, rows_of
 from qie.shards.writer import ShardBusyError, ShardOverlapError, ShardWriter
-from qie.stages import Pipeline, Stage
+from qie.stages import Pipeline, Stage, Stages
 from qie.stores import File, Folder
 from qie.threads import pause
 from qie.types import Row, Sample
 
 READERS = 8
 DEPTH = 4
-"""How many rows may wait before each stage: tens of megabytes each, before and behind the encoders."""
+"""How many groups may wait before each stage: tens of megabytes each, before and after the encoders."""
 
 LOOK_AGAIN_S = 1.0
-"""How often shards that another run is writing are looked at, once there is nothing else to do."""
+"""Seconds between looks at shards that another run is writing, once all other work is done."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run treats its rows. No setting changes the content of a sample.
+
+    Attributes:
+        on_error: skip and list rows that cannot be encoded, or stop the run.
+        retry_skipped: write shards with skipped rows again.
+        trust_published: keep published shards without comparing their rows with the source.
+        reuse: shards of older runs, to copy records from.
+        variants: which variants of a row are stored.
+    """
+
+    on_error: Literal["skip", "stop"] = "skip"
+    retry_skipped: bool = False
+    trust_published: bool = False
+    reuse: tuple[str, ...] = ()
+    variants: Variants = field(default_factory=Variants)
+
+
+@dataclass(frozen=True, eq=False)
+class Fresh:
+    """A row that has to be encoded."""
+
+    row: Row
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A row that this run has encoded."""
+
+    entry: Entry
+    record: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Reused:
+    """A row whose record a published shard has."""
+
+    entry: Entry
+    record: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Duplicate:
+    """A row with the content of an earlier one of its shard."""
+
+    row: Row
+
+
+Outcome = Encoded | Reused | Duplicate | Skipped
+"""What becomes of a row, or of each of its variants."""
+
+
+@dataclass(eq=False)
+class OpenShard:
+    """A shard in progress.
+
+    Attributes:
+        older: the published shard that it replaces, if there is one.
+        keys: of the rows that are encoded for it.
+        entries: the entries so far, by key.
+    """
+
+    writer: ShardWriter
+    older: Shard | None
+    keys: set[str] = field(default_factory=set)
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Group:
+    """Some rows of a shard on their way through the stages.
+
+    Attributes:
+        numbers: which rows; the group with the shard's last row is `last`.
+        rows: their variants, in order.
+        index: the index of the shard, when the last group has published it.
+    """
+
+    shard: OpenShard
+    numbers: range
+    last: bool
+    rows: list[Fresh | Outcome] = field(default_factory=list)
+    index: ShardIndex | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A published shard that is left as it is."""
+
+    rows: int
+    index: ShardIndex
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """All that is left are shards that another run is writing."""
+
+    shards: int
+
+
+Work = Group | Kept | Waiting
 
 
 class Engine:
     """Encodes shards of a source into a folder.
 
     Args:
-        source, encoder: the rows, and what makes samples of them.
+        source, encoder: the rows, and the encoder that makes samples of them.
         output: where the shards go.
         settings: see `Settings`.
         progress: called with the report after each group of rows.
@@ -77,9 +180,8 @@ class Engine:
         try:
             with ExitStack() as stack:
                 pool = stack.enter_context(ThreadPoolExecutor(READERS, thread_name_prefix="qie-compare"))
-                items = stack.enter_context(closing(pipeline.run(self._iter_items(shards, pool))))
-                for item in items:
-                    count(report, item)
+                for done in stack.enter_context(closing(pipeline.run(self._iter_work(shards, pool)))):
+                    _count(report, done)
                     report.loads, report.seconds = dict(pipeline.loads), time.monotonic() - started
                     self._progress(report)
         finally:
@@ -88,23 +190,28 @@ class Engine:
         report.loads, report.seconds, report.shards_busy = dict(pipeline.loads), time.monotonic() - started, 0
         return report
 
-    def _stages(self) -> list[Stage]:
-        def through(work: Callable[[Any], Any], group: Group) -> None:
-            group.values = work(group.values) if group.values else []
+    def _stages(self) -> Stages[Work, Work]:
+        def through(stage: Callable[[Group], None]) -> Callable[[Work], Work]:
+            def worked(work: Work) -> Work:
+                if isinstance(work, Group):
+                    stage(work)
+                return work
 
-        encoding = [(one.name, partial(through, one.work), one.workers, fresh_in) for one in self.encoder.stages]
-        stages: list[tuple[str, Callable[[Group], None], int, Callable[[Item], int]]] = [
-            ("read", self._read, READERS, rows_in),
-            ("merge", self._merge, 1, rows_in),
-            *encoding,
-            ("record", self._record, 1, fresh_in),
-            ("write", self._write, 1, rows_in),
-            ("publish", self._publish, 1, rows_in),
-        ]
-        return [Stage(name, partial(_of_groups, work), workers, size) for name, work, workers, size in stages]
+            return worked
 
-    def _iter_items(self, shards: Iterable[Range], pool: ThreadPoolExecutor) -> Iterator[Item]:
-        """All shards; last, those that another run writes: it publishes them, or dies and leaves them to this one."""
+        encoding: Stages[tuple[Work, Sequence[Row]], tuple[Work, list[Sample | RowError]]]
+        encoding = self.encoder.stages.beside(size=len)
+        return (
+            Stages.of(Stage("read", through(self._read), READERS, _rows_in))
+            .then(Stage("merge", self._merge, size=_rows_in))
+            .then(encoding)
+            .then(Stage("record", self._record, size=lambda pair: len(pair[1])))
+            .then(Stage("write", through(self._write), size=_rows_in))
+            .then(Stage("publish", through(self._publish), size=_rows_in))
+        )
+
+    def _iter_work(self, shards: Iterable[Range], pool: ThreadPoolExecutor) -> Iterator[Work]:
+        """All shards; at the end those of another run, which publishes them, or dies and leaves them to this one."""
         while True:
             busy: list[Range] = []
             for first, last in shards:
@@ -115,7 +222,7 @@ class Engine:
             pause(LOOK_AGAIN_S)
             shards = busy
 
-    def _iter_shard(self, first: int, last: int, pool: ThreadPoolExecutor, busy: list[Range]) -> Iterator[Item]:
+    def _iter_shard(self, first: int, last: int, pool: ThreadPoolExecutor, busy: list[Range]) -> Iterator[Work]:
         place = File(self.output, f"{shard_stem(first, last)}.json")
         older = self._published(place)
         if older and self._is_current(older.index, pool):
@@ -133,7 +240,7 @@ class Engine:
         self._writers.add(writer)
         now = self._published(place)
         if now and (older is None or now.index != older.index):
-            # Another run published it between our looking and our lock: look again.
+            # Another run published it between our look and our lock: look again.
             writer.close()
             self._writers.discard(writer)
             yield from self._iter_shard(first, last, pool, busy)
@@ -156,7 +263,7 @@ class Engine:
         return shard
 
     def _is_current(self, index: ShardIndex, pool: ThreadPoolExecutor) -> bool:
-        """Whether the rows of a published shard are what they were."""
+        """Whether the rows of a published shard are unchanged."""
         if self.settings.retry_skipped and index.skipped:
             return False
         if self.settings.trust_published:
@@ -173,62 +280,72 @@ class Engine:
             return [None]
 
     def _read(self, group: Group) -> None:
-        """Read rows, and look for records of the same keys."""
-        older = group.shard.older
+        """Read rows, and find records of the same keys."""
         for number in group.numbers:
             try:
                 rows = self.settings.variants.of(self.source.read(number))
             except RowError as error:
-                group.done.append(self._skipped(error, number))
+                group.rows.append(self._skipped(error, number))
                 continue
-            for row in rows:
-                key = self._recipe.key(row)
-                if older and (entry := older.by_key.get(key)):
-                    found: tuple[Entry, bytes] | None = (entry, older.verified_record(entry))
-                else:
-                    found = self._records.find(key)
-                group.done.append(row if found is None else (_renamed(found[0], row), found[1]))
+            group.rows += [self._found(row, group.shard.older) or Fresh(row) for row in rows]
 
-    def _merge(self, group: Group) -> None:
-        """Encode only the first of rows with one content."""
-        for position, row in enumerate(group.done):
-            if isinstance(row, Row) and (key := self._recipe.key(row)) not in group.shard.seen:
-                group.shard.seen.add(key)
-                group.fresh.append(row)
-                group.done[position] = None
-        group.values = list(group.fresh)
+    def _found(self, row: Row, older: Shard | None) -> Reused | None:
+        key = self._recipe.key(row)
+        if older and (entry := older.by_key.get(key)):
+            return Reused(_renamed(entry, row), older.verified_record(entry))
+        found = self._records.find(key)
+        return found and Reused(_renamed(found[0], row), found[1])
 
-    def _record(self, group: Group) -> None:
-        def recorded(row: Row, sample: Sample | RowError) -> tuple[Entry, bytes] | Skipped:
-            if isinstance(sample, RowError):
-                return self._skipped(sample, row.index, self._recipe.key(row), row.variant)
-            return Entry.of(sample, row), encode(sample, self._recipe.digest)
+    def _merge(self, work: Work) -> tuple[Work, Sequence[Row]]:
+        """The rows to encode: of several with one content, the first."""
+        rows: list[Row] = []
+        if isinstance(work, Group):
+            keys = work.shard.keys
+            for position, one in enumerate(work.rows):
+                match one:
+                    case Fresh(row) if (key := self._recipe.key(row)) in keys:
+                        work.rows[position] = Duplicate(row)
+                    case Fresh(row):
+                        keys.add(key)
+                        rows.append(row)
+        return work, rows
 
-        group.values = [recorded(row, sample) for row, sample in zip(group.fresh, group.values, strict=True)]
+    def _record(self, encoded: tuple[Work, list[Sample | RowError]]) -> Work:
+        work, samples = encoded
+        if isinstance(work, Group):
+            fresh = [(position, one.row) for position, one in enumerate(work.rows) if isinstance(one, Fresh)]
+            for (position, row), sample in zip(fresh, samples, strict=True):
+                work.rows[position] = self._outcome(row, sample)
+        return work
+
+    def _outcome(self, row: Row, sample: Sample | RowError) -> Encoded | Skipped:
+        if isinstance(sample, RowError):
+            return self._skipped(sample, row.index, self._recipe.key(row), row.variant)
+        return Encoded(Entry.of(sample, row), encode(sample, self._recipe.digest))
 
     def _write(self, group: Group) -> None:
         """Append to the tar, in the order of rows."""
-        shard, values = group.shard, iter(group.values)
-        for position, done in enumerate(group.done):
-            result = next(values) if done is None else done
-            if isinstance(result, Row):
-                result = self._repeated(shard, result)
-            if isinstance(result, Skipped):
-                shard.writer.skip(result)
-            else:
-                entry, record = result
-                shard.writer.add(entry, record)
-                shard.entries[entry.key] = entry
-            group.done[position] = result
+        shard = group.shard
+        for position, one in enumerate(group.rows):
+            match one:
+                case Encoded(entry, record) | Reused(entry, record):
+                    shard.writer.add(entry, record)
+                    shard.entries[entry.key] = entry
+                case Duplicate(row) if (first := shard.entries.get(self._recipe.key(row))) is not None:
+                    shard.writer.add(_renamed(first, row), b"")
+                case Duplicate(row):
+                    group.rows[position] = skipped = self._skipped_again(shard, row)
+                    shard.writer.skip(skipped)
+                case Skipped():
+                    shard.writer.skip(one)
+                case Fresh():
+                    raise AssertionError("a row was not encoded")
 
-    def _repeated(self, shard: OpenShard, row: Row) -> tuple[Entry, bytes] | Skipped:
-        """A row whose content an earlier one of its shard had."""
+    def _skipped_again(self, shard: OpenShard, row: Row) -> Skipped:
+        """A row with the content of an earlier one, which was skipped."""
         key = self._recipe.key(row)
-        entry = shard.entries.get(key)
-        if entry is None:
-            reason = next(gone.reason for gone in shard.writer.skipped if gone.key == key)
-            return Skipped(row.index, row.name, reason, key, row.source, row.variant)
-        return _renamed(entry, row), b""
+        reason = next(gone.reason for gone in shard.writer.skipped if gone.key == key)
+        return Skipped(row.index, row.name, reason, key, row.source, row.variant)
 
     def _publish(self, group: Group) -> None:
         if not group.last:
@@ -242,16 +359,57 @@ class Engine:
     def _skipped(self, error: RowError, number: int, key: str | None = None, variant: int = 0) -> Skipped:
         name, part = self.source.name(number), source_name(self.source, number)
         if self.settings.on_error == "stop":
-            raise located(error, number, name) from error
+            raise _located(error, number, name) from error
         return Skipped(number, name, error.what, key, part, variant)
 
 
-def _of_groups(work: Callable[[Group], None], item: Item) -> Item:
-    if isinstance(item, Group):
-        work(item)
-    return item
+def _rows_in(work: Work) -> int:
+    """The rows of a group. Work that only passes through counts as none: it would make every stage look fast."""
+    return len(work.numbers) if isinstance(work, Group) else 0
+
+
+def _count(report: Report, work: Work) -> None:
+    """Enter work that has left the last stage in the report."""
+    match work:
+        case Waiting(shards):
+            report.shards_busy = shards
+        case Kept(rows, index):
+            report.rows += rows
+            report.shards_kept += 1
+            report.reused += len(index.samples)
+            report.skipped += index.skipped
+        case Group():
+            report.rows += len(work.numbers)
+            for one in work.rows:
+                _count_row(report, one)
+            if work.index is not None:
+                report.shards_written += 1
+                report.bytes_written += work.index.filesize
+
+
+def _count_row(report: Report, one: Fresh | Outcome) -> None:
+    match one:
+        case Encoded(entry):
+            report.encoded += 1
+            report.clipped += entry.clipped
+        case Reused() | Duplicate():
+            report.reused += 1
+        case Skipped():
+            report.skipped.append(one)
 
 
 def _renamed(entry: Entry, row: Row) -> Entry:
     """The entry of another row with the same content."""
     return replace(entry, row=row.index, name=row.name, source=row.source, variant=row.variant, inputs=row_inputs(row))
+
+
+def _located(error: RowError, number: int, name: str) -> RowError:
+    """The error of a row that ends a run, with the row's number and name."""
+    where = f"row {number} ({name})" + (f", {error.where}" if error.where and error.where != name else "")
+    return RowError(
+        error.what,
+        where=where,
+        expected=error.expected,
+        found=error.found,
+        hint=error.hint or "--on-error skip goes on",
+    )

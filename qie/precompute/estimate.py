@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from qie.data.samples import RowEncoder
 from qie.data.sources import Source
 from qie.errors import RowError
-from qie.precompute.engine import READERS
+from qie.precompute.engine import READERS, Settings
 from qie.precompute.local import check_output
 from qie.precompute.ranges import Range
 from qie.precompute.reuse import Records
-from qie.precompute.work import Settings
 from qie.shards.index import Entry, Skipped
 from qie.shards.record import encode
 from qie.stages import Pipeline, Stage
@@ -69,7 +68,7 @@ def estimate(
             return error
         return [_look(row, encoder, records) for row in variants]
 
-    looking = Pipeline([Stage("look", look, READERS)])
+    looking = Pipeline(Stage("look", look, READERS))
     for number, found in zip(range(*rows), looking.run(range(*rows)), strict=True):
         result.rows += 1
         progress(result.rows)

@@ -18,12 +18,10 @@ from typing import Any
 from qie.data.samples import RowEncoder
 from qie.data.sources import Source
 from qie.errors import QieError, UsageError
-from qie.precompute.engine import Engine
-from qie.precompute.local import plan_shards
+from qie.precompute.engine import Engine, Settings
+from qie.precompute.local import Opener, plan_shards
 from qie.precompute.ranges import Range
 from qie.precompute.report import Progress, Report
-from qie.precompute.work import Settings
-from qie.precompute.workers import Opener
 from qie.recipe import Recipe
 from qie.shards.shard_set import require_disjoint
 from qie.shards.storage import published, rows_of

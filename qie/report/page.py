@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qie.errors import UsageError
 from qie.paths import local_path, require_writable
 from qie.report import samples, sections
-from qie.report.looking import Look
+from qie.report.looking import Look, look_at
 from qie.report.markup import Html, tag
 from qie.stats import Summary
-from qie.stores import LocalFolder
+from qie.stores import File, LocalFolder
+
+if TYPE_CHECKING:
+    from qie.report.decoding import VaeDecoder
 
 ENDINGS = (".html", ".htm")
+
+
+def write_report(
+    path: Path,
+    indexes: Sequence[File],
+    summary: Summary,
+    places: Sequence[str],
+    *,
+    gallery: int,
+    decoder: VaeDecoder | None,
+    verified: bool,
+    progress: Callable[[int], object],
+) -> Summary:
+    """Look into some records and write the page. Returns the summary with the faults found on the way."""
+    look = look_at(indexes, summary, gallery=gallery, decode=decoder, progress=progress)
+    summary = replace(summary, faults=summary.faults + look.faults)
+    other = decoder is not None and decoder.content not in {one["vae"] for one in summary.recipe_fields.values()}
+    write_page(path, render(summary, look, places, verified=verified, other_vae=other))
+    return summary
 
 
 def render(
@@ -64,7 +88,7 @@ def render(
 
 
 def check_place(place: str) -> Path:
-    """Where a page is to be written. Raises UsageError when none can be: to be asked before the work, not after it."""
+    """The file of a page. Raises UsageError when it cannot be written: for a check before the work, not after it."""
     path = local_path(place)
     if path.suffix.lower() not in ENDINGS:  # or a pattern that the shell expanded could name a shard
         raise UsageError("--html names no page", where=place, expected="a file that ends in .html")

@@ -110,7 +110,7 @@ def explain_rows(
         return [Verdict(number, row.variant, row.name, row.source, *known.verdict(row, recipe)) for row in rows]
 
     verdicts = []
-    for done, found in enumerate(Pipeline([Stage("look", look, READERS)]).run(range(len(source))), start=1):
+    for done, found in enumerate(Pipeline(Stage("look", look, READERS)).run(range(len(source))), start=1):
         verdicts += found
         progress(done)
     return Explanation(recipe.digest, verdicts, known.faults)
@@ -137,7 +137,7 @@ class _Known:
     @classmethod
     def of(cls, indexes: Iterable[File]) -> _Known:
         known = cls()
-        for index in Pipeline([Stage("read", _attempt, READERS)]).run(indexes):
+        for index in Pipeline(Stage("read", _attempt, READERS)).run(indexes):
             if isinstance(index, QieError):
                 known.faults.append(one_line(index))
             else:

@@ -40,7 +40,7 @@ def summarise(
         return _open(file, sizes[file.folder.url])
 
     # Not a pool's `map`: that would hold all indexes that nobody has counted yet.
-    found = map(opened, indexes) if readers == 1 else Pipeline([Stage("open", opened, readers)]).run(indexes)
+    found = map(opened, indexes) if readers == 1 else Pipeline(Stage("open", opened, readers)).run(indexes)
     for done, (file, (index, faults)) in enumerate(zip(indexes, found, strict=True), start=1):
         if faults:
             tally.blame(file, faults)

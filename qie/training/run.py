@@ -21,7 +21,7 @@ from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import ConfigError, QieError
 from qie.pretrained import PretrainedModel
-from qie.stages import Pipeline
+from qie.stages import Pipeline, Stages
 from qie.training.checkpoint import (
     OPTIMIZER_FILE,
     RunState,
@@ -297,7 +297,7 @@ def iter_prepared(stream: Stream, objective: Objective, first: int) -> Generator
     A thread draws the noise and starts the copy to the device. Closing the generator ends the thread, even where it
     waits for a shard that nobody writes.
     """
-    return Pipeline([], depth=1).run(_prepare(stream, objective, first))
+    return Pipeline(Stages[PreparedBatch, PreparedBatch](), depth=1).run(_prepare(stream, objective, first))
 
 
 def _prepare(stream: Stream, objective: Objective, first: int) -> Iterator[PreparedBatch]:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from qie.encode.images import show, to_pixels
+from qie.encode.images import apply_view, to_pixels
 from qie.encode.sizes import choose_view
 from qie.encode.text import PromptEncoder
 from qie.inference import Predictor
@@ -66,7 +66,7 @@ def half() -> tuple[dict[str, PromptEncoder], dict[str, Released]]:
 
 
 def resized(image: Image.Image, area_px: int) -> Image.Image:
-    return show(image, choose_view(image.size, (area_px,), (), 32))
+    return apply_view(image, choose_view(image.size, (area_px,), (), 32))
 
 
 def golden_images(case: dict) -> list[Image.Image]:
@@ -119,7 +119,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_embeddings_equal_the_released_pipelines_bit_for_bit(case: dict, encoders, released) -> None:
     encoder, images = encoders[case["family"]], golden_images(case)
-    (embeds,) = encoder.encode([encoder.see(encoder.patches(images))], [case["prompt"]])
+    (embeds,) = encoder.encode([encoder.vision_features(encoder.patches(images))], [case["prompt"]])
     assert torch.equal(embeds.prompt, released[case["family"]].embed(images, case["prompt"]))
 
 
@@ -128,10 +128,10 @@ def test_in_bfloat16_prompts_equal_the_released_pipelines_and_null_prompts_are_n
     """The null prompt, continued, is about as far from float32 as the pipeline's own is."""
     images, (encoders, pipelines) = golden_images(case), half
     encoder, pipeline = encoders[case["family"]], pipelines[case["family"]]
-    (embeds,) = encoder.encode([encoder.see(encoder.patches(images))], [case["prompt"]])
+    (embeds,) = encoder.encode([encoder.vision_features(encoder.patches(images))], [case["prompt"]])
     assert torch.equal(embeds.prompt, pipeline.embed(images, case["prompt"]))
     exact, theirs = (one.embed(images, NULL_PROMPT).float() for one in (released[case["family"]], pipeline))
-    assert distance(embeds.empty.float(), exact) < 1.5 * distance(theirs, exact) < 0.1
+    assert distance(embeds.null.float(), exact) < 1.5 * distance(theirs, exact) < 0.1
 
 
 @needs_golden_pillow
@@ -140,7 +140,7 @@ def test_embeddings_are_those_that_the_released_pipelines_gave_on_another_machin
     case: dict, encoders, expected
 ) -> None:
     encoder = encoders[case["family"]]
-    (embeds,) = encoder.encode([encoder.see(encoder.patches(golden_images(case)))], [case["prompt"]])
+    (embeds,) = encoder.encode([encoder.vision_features(encoder.patches(golden_images(case)))], [case["prompt"]])
     assert distance(embeds.prompt, expected[case["name"]]) < ROUNDING
 
 
@@ -149,14 +149,14 @@ def test_the_null_prompt_continued_on_the_cache_is_the_null_prompt_encoded_whole
     case: dict, encoders, released
 ) -> None:
     encoder, images = encoders[case["family"]], golden_images(case)
-    (embeds,) = encoder.encode([encoder.see(encoder.patches(images))], [case["prompt"]])
+    (embeds,) = encoder.encode([encoder.vision_features(encoder.patches(images))], [case["prompt"]])
     prefix = embeds.shared_prefix
     assert prefix > 20
-    assert torch.equal(embeds.empty[:prefix], embeds.prompt[:prefix])
-    assert distance(embeds.empty, released[case["family"]].embed(images, NULL_PROMPT)) < ROUNDING
+    assert torch.equal(embeds.null[:prefix], embeds.prompt[:prefix])
+    assert distance(embeds.null, released[case["family"]].embed(images, NULL_PROMPT)) < ROUNDING
     if case["prompt"] != NULL_PROMPT:
-        shared = min(len(embeds.empty), len(embeds.prompt))
-        assert (embeds.prompt[:shared] - embeds.empty[:shared])[prefix:].abs().max() > 0.1, "the prompt has no effect"
+        shared = min(len(embeds.null), len(embeds.prompt))
+        assert (embeds.prompt[:shared] - embeds.null[:shared])[prefix:].abs().max() > 0.1, "the prompt has no effect"
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
@@ -190,7 +190,7 @@ def test_latents_equal_the_pipelines(tiny_edit: Path, encoder) -> None:
 @pytest.mark.parametrize(
     ("family", "cfg", "size"), [("edit", 1.0, None), ("edit_plus", 3.0, (256, 192))], ids=["edit", "edit_plus"]
 )
-def test_painting_equals_the_pipeline_from_the_same_embeddings(
+def test_a_generated_image_equals_the_pipeline_from_the_same_embeddings(
     family: str, cfg: float, size: tuple[int, int] | None, request: pytest.FixtureRequest, monkeypatch
 ) -> None:
     """Bit for bit: one control at the family's own area, and two, with guidance, at one that is soon computed."""
@@ -210,14 +210,14 @@ def test_painting_equals_the_pipeline_from_the_same_embeddings(
     encoder = Encoder(small.pretrained, recipe, CPU, CPU)
     encoder.__dict__["text"] = small.text
     images = [Image.open(GOLDEN / name).convert("RGB") for name in ("chelsea.png", "coffee.png")][: 2 if size else 1]
-    painter = Predictor(checkpoint, encoder, vae_device=CPU, transformer_device=CPU, dtype=torch.float32)
-    painted = painter.paint(images, "make it night", steps=2, cfg=cfg, seed=7, size=size)
+    predictor = Predictor(checkpoint, encoder, vae_device=CPU, transformer_device=CPU, dtype=torch.float32)
+    generated = predictor.generate(images, "make it night", steps=2, cfg=cfg, seed=7, size=size)
 
     embeds = [encoder.embed(images, prompt)[None] for prompt in ("make it night", NULL_PROMPT)]
     mask = torch.ones(embeds[1].shape[:2], dtype=torch.long)
     negative = {"negative_prompt_embeds": embeds[1], "negative_prompt_embeds_mask": mask}
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", area_px)
-    reference = painter.pipeline(
+    reference = predictor.pipeline(
         image=images if size else images[0],
         prompt_embeds=embeds[0],
         prompt_embeds_mask=torch.ones(embeds[0].shape[:2], dtype=torch.long),
@@ -227,5 +227,5 @@ def test_painting_equals_the_pipeline_from_the_same_embeddings(
         num_inference_steps=2,
         generator=torch.Generator().manual_seed(7),
     ).images[0]
-    assert np.array_equal(np.array(painted), np.array(reference))
-    assert np.array(painted).std() > 5
+    assert np.array_equal(np.array(generated), np.array(reference))
+    assert np.array(generated).std() > 5

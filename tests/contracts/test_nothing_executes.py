@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from PIL import Image
 
 from qie.cli import stats
-from qie.cli.assemble import save_image
 from qie.errors import QieError, ShardError, UsageError, shown
+from qie.inference.requests import save_image
 from qie.paths import open_own
 from qie.pretrained import open_pretrained
 from qie.shards.cache import ShardCache

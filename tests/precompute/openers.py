@@ -29,9 +29,9 @@ def noting(count: int, notes: str) -> tuple[StubSource, StubEncoder]:
 
 def chatty(count: int) -> tuple[StubSource, StubEncoder]:
     """Reports after every row."""
-    import qie.precompute.workers
+    import qie.precompute.local
 
-    qie.precompute.workers.REPORT_EVERY_S = 0
+    qie.precompute.local.REPORT_EVERY_S = 0
     return plain(count)
 
 

@@ -1,4 +1,4 @@
-"""qie-predict on a tiny model: every way to ask paints what diffusers' pipeline paints, and bad input is named."""
+"""qie-predict on a tiny model: every way to ask gives what diffusers' pipeline gives, and bad input is named."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-import qie.inference
-from qie.cli import assemble, predict
-from qie.cli.samples import open_samples
+from qie.cli import predict
 from qie.config import AdapterConfig, load_config
-from qie.encode.scene import Scene
 from qie.errors import QieError, RowError
-from qie.inference import Predictor
+from qie.inference import predictor as inference
+from qie.inference import requests
+from qie.inference.predictor import Conditions, Predictor
+from qie.opening import open_samples
 from qie.pretrained import open_pretrained
 from qie.training.model.adapter_file import ADAPTER_FILE
 from qie.training.model.load import save_transformer
@@ -54,7 +54,7 @@ def loras(tiny_edit: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.fixture
-def paint(tiny_edit: Path, images: list[Path], tmp_path: Path):
+def edit(tiny_edit: Path, images: list[Path], tmp_path: Path):
     """Run qie-predict in a folder with a configuration; with `code`, see that it ends so."""
     write_config(tmp_path / "config.yaml", tiny_edit)
 
@@ -91,16 +91,16 @@ def write_batch(folder: Path, *lines: dict) -> Path:
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # diffusers' own, of two adapters
 @pytest.mark.parametrize("family", ["edit", "edit_plus"])
-def test_guidance_a_size_and_scaled_loras_paint_what_diffusers_paints_with_them(
+def test_guidance_a_size_and_scaled_loras_generate_what_diffusers_generates_with_them(
     family: str, loras, images, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch
 ) -> None:
     """Bit for bit, by the command; diffusers loads the adapters itself. Only its area is made smaller, to be quick."""
     folder = request.getfixturevalue(f"tiny_{family}")
     controls = images[: 1 if family == "edit" else 2]
     write_config(tmp_path / "config.yaml", folder)
-    scenes = []
-    embed = qie.inference.embed_scene
-    monkeypatch.setattr(qie.inference, "embed_scene", lambda *given: scenes.append(embed(*given)) or scenes[-1])
+    conditions = []
+    embed = inference.embed_conditions
+    monkeypatch.setattr(inference, "embed_conditions", lambda *args: conditions.append(embed(*args)) or conditions[-1])
     words = ["--config", tmp_path / "config.yaml", "--prompt", PROMPT, "--negative-prompt", "dull", "--output"]
     words += [tmp_path / "out.png", "--size", "96x144", "--cfg", 3, "--steps", 2, "--seed", 7]
     words += [word for control in controls for word in ("--image", control)]
@@ -123,7 +123,7 @@ def test_guidance_a_size_and_scaled_loras_paint_what_diffusers_paints_with_them(
     module = sys.modules[type(pipe).__module__]
     original = module.calculate_dimensions
     monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: original(AREA_PX, ratio))
-    (scene,) = scenes
+    (scene,) = conditions
     opened = [Image.open(control).convert("RGB") for control in controls]
     embeds = {"prompt_embeds": scene.prompt[None], "negative_prompt_embeds": scene.negative[None]}
     masks = {f"{name}_mask": torch.ones(embed.shape[:2], dtype=torch.long) for name, embed in embeds.items()}
@@ -137,23 +137,23 @@ def test_guidance_a_size_and_scaled_loras_paint_what_diffusers_paints_with_them(
         height=144,
         generator=torch.Generator().manual_seed(7),
     ).images[0]
-    painted = Image.open(tmp_path / "out.png")
-    assert painted.size == (96, 144)
-    assert painted.tobytes() == expected.tobytes()
+    image_made = Image.open(tmp_path / "out.png")
+    assert image_made.size == (96, 144)
+    assert image_made.tobytes() == expected.tobytes()
 
 
-def test_each_of_several_images_is_the_one_of_its_seed(paint, tmp_path: Path) -> None:
-    result = paint("--num-images", 3, "--seed", 5)
+def test_each_of_several_images_is_the_one_of_its_seed(edit, tmp_path: Path) -> None:
+    result = edit("--num-images", 3, "--seed", 5)
     names = ["out-0.png", "out-1.png", "out-2.png"]
     assert sorted(path.name for path in tmp_path.glob("*.png")) == names
     assert [line.partition(": ")[0] for line in result.stdout.splitlines()] == [str(tmp_path / name) for name in names]
     assert len({pixels(tmp_path / name) for name in names}) == 3
-    paint("--seed", 6)
+    edit("--seed", 6)
     assert pixels(tmp_path / "out.png") == pixels(tmp_path / "out-1.png")
 
 
-def test_a_png_tells_how_it_was_painted(paint, loras, images, tiny_edit: Path, tmp_path: Path) -> None:
-    paint("--lora", f"{loras['first']}:0.5", "--size", "64x48", "--num-images", 2, "--set", "model.quantize=int8")
+def test_a_png_tells_how_it_was_generated(edit, loras, images, tiny_edit: Path, tmp_path: Path) -> None:
+    edit("--lora", f"{loras['first']}:0.5", "--size", "64x48", "--num-images", 2, "--set", "model.quantize=int8")
     settings = json.loads(Image.open(tmp_path / "out-1.png").text["qie"])
     assert settings == {
         "prompt": PROMPT,
@@ -169,10 +169,10 @@ def test_a_png_tells_how_it_was_painted(paint, loras, images, tiny_edit: Path, t
     }
 
 
-def test_the_file_of_another_program_paints_as_the_checkpoint_that_it_was_made_from(paint, loras, tmp_path) -> None:
-    paint()
-    paint("--lora", loras["first"], output="qie.png")
-    paint("--lora", loras["comfyui"], output="comfyui.png")
+def test_the_file_of_another_program_generates_as_the_checkpoint_that_it_was_made_from(edit, loras, tmp_path) -> None:
+    edit()
+    edit("--lora", loras["first"], output="qie.png")
+    edit("--lora", loras["comfyui"], output="comfyui.png")
     plain, ours, theirs = (Image.open(tmp_path / f"{name}.png") for name in ("out", "qie", "comfyui"))
     difference = [abs(a - b) for a, b in zip(ours.tobytes(), theirs.tobytes(), strict=True)]
     assert max(difference) <= 1, "alpha is folded into the weights, which rounds otherwise"
@@ -180,8 +180,8 @@ def test_the_file_of_another_program_paints_as_the_checkpoint_that_it_was_made_f
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "nf4"])
-def test_a_quantised_base_paints_as_it_did_while_the_adapter_was_trained(
-    paint, tiny_edit: Path, loras, images, tmp_path: Path, kind: str
+def test_a_quantised_base_generates_as_it_did_while_the_adapter_was_trained(
+    edit, tiny_edit: Path, loras, images, tmp_path: Path, kind: str
 ) -> None:
     sample = {"images": [str(images[0])], "prompt": PROMPT, "seed": 4}
     validation = {"samples": [sample], "sample_steps": 2, "sample_cfg": 1.0}
@@ -190,92 +190,92 @@ def test_a_quantised_base_paints_as_it_did_while_the_adapter_was_trained(
     transformer = transformer_of(tiny_edit, quantize=kind)
     add_frozen_adapters(transformer, [AdapterConfig(path=str(loras["first"]))])
     (expected,) = open_samples(load_config(str(tmp_path / "config.yaml"), ()), torch.device("cpu"))(transformer)
-    paint("--seed", 4, "--lora", loras["first"])
-    paint("--seed", 4, "--lora", loras["first"], "--set", "model.quantize=null", output="released.png")
+    edit("--seed", 4, "--lora", loras["first"])
+    edit("--seed", 4, "--lora", loras["first"], "--set", "model.quantize=null", output="released.png")
     assert pixels(tmp_path / "out.png") == expected.tobytes() != pixels(tmp_path / "released.png")
 
 
-def test_all_weights_of_a_run_take_the_place_of_the_base(paint, tiny_edit: Path, loras, tmp_path: Path) -> None:
+def test_all_weights_of_a_run_take_the_place_of_the_base(edit, tiny_edit: Path, loras, tmp_path: Path) -> None:
     transformer = transformer_of(tiny_edit)
     for parameter in transformer.transformer_blocks[0].attn.parameters():
         parameter.requires_grad_(True)
     randomise(transformer, spread=0.1)
     save_transformer(transformer, tmp_path / "checkpoint" / "transformer", transformer.state_dict())
-    paint()
-    paint("--transformer", tmp_path / "checkpoint", output="tuned.png")
-    paint("--transformer", tmp_path / "checkpoint" / "transformer", output="inside.png")
-    paint("--transformer", tmp_path / "checkpoint", "--lora", loras["first"], output="both.png")
+    edit()
+    edit("--transformer", tmp_path / "checkpoint", output="tuned.png")
+    edit("--transformer", tmp_path / "checkpoint" / "transformer", output="inside.png")
+    edit("--transformer", tmp_path / "checkpoint", "--lora", loras["first"], output="both.png")
     plain, tuned, inside, both = (pixels(tmp_path / f"{name}.png") for name in ("out", "tuned", "inside", "both"))
     assert tuned == inside and len({plain, tuned, both}) == 3
     assert json.loads(Image.open(tmp_path / "tuned.png").text["qie"])["transformer"] == str(tmp_path / "checkpoint")
 
 
-def test_a_transformer_that_is_none_or_another_models_is_refused(paint, tiny_edit: Path, loras, tmp_path: Path) -> None:
-    assert "give it as --lora" in paint("--transformer", loras["first"], code=2).stderr
-    assert "no transformer in this folder" in paint("--transformer", tmp_path, code=2).stderr
+def test_a_transformer_that_is_none_or_another_models_is_refused(edit, tiny_edit: Path, loras, tmp_path: Path) -> None:
+    assert "give it as --lora" in edit("--transformer", loras["first"], code=2).stderr
+    assert "no transformer in this folder" in edit("--transformer", tmp_path, code=2).stderr
     config = json.loads((tiny_edit / "transformer" / "config.json").read_text())
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config | {"joint_attention_dim": 3584}))
-    message = paint("--transformer", tmp_path, code=2).stderr
+    message = edit("--transformer", tmp_path, code=2).stderr
     assert "another model's" in message and "found:    3584" in message
 
 
-def test_a_batch_paints_what_its_lines_paint_alone_and_loads_each_model_once(
-    paint, images, tmp_path: Path, monkeypatch
+def test_a_batch_generates_what_its_lines_give_alone_and_loads_each_model_once(
+    edit, images, tmp_path: Path, monkeypatch
 ) -> None:
     lines = [
         {"image": str(images[0]), "prompt": PROMPT, "output": "one.png"},
         {"images": [str(images[1])], "prompt": "turn it to stone", "seed": 4, "output": "two.png"},
     ]
     events = []
-    for name in ("load_transformer", "free", "embed_scene"):
-        original = getattr(qie.inference, name)
+    for name in ("load_transformer", "free", "embed_conditions"):
+        original = getattr(inference, name)
         wrapped = lambda *given, name=name, original=original: events.append(name) or original(*given)  # noqa: E731
-        monkeypatch.setattr(qie.inference, name, wrapped)
-    result = paint("--batch", write_batch(tmp_path, *lines), "--seed", 2, single=False)
-    assert events == ["embed_scene", "embed_scene", "free", "load_transformer"]
+        monkeypatch.setattr(inference, name, wrapped)
+    result = edit("--batch", write_batch(tmp_path, *lines), "--seed", 2, single=False)
+    assert events == ["embed_conditions", "embed_conditions", "free", "load_transformer"]
     assert [line.split(": ")[0] for line in result.stdout.splitlines()] == [
         str(tmp_path / "one.png"),
         str(tmp_path / "two.png"),
     ]
-    paint("--seed", 2)
+    edit("--seed", 2)
     assert pixels(tmp_path / "one.png") == pixels(tmp_path / "out.png")
     stone = ("--image", images[1], "--prompt", "turn it to stone", "--seed", 4, "--output", tmp_path / "alone.png")
-    paint(*stone, single=False)
+    edit(*stone, single=False)
     assert pixels(tmp_path / "two.png") == pixels(tmp_path / "alone.png")
 
 
-def test_what_is_painted_stays_when_a_later_line_fails(paint, images, tmp_path: Path, monkeypatch) -> None:
+def test_images_stay_when_a_later_line_fails(edit, images, tmp_path: Path, monkeypatch) -> None:
     lines = [{"image": str(images[0]), "prompt": PROMPT, "output": f"{name}.png"} for name in "abc"]
-    save = assemble.save_image
+    save = requests.save_image
 
     def fail(image, path, settings):
         if path.name == "b.png":
             raise QieError("the disk is full")
         save(image, path, settings)
 
-    monkeypatch.setattr(assemble, "save_image", fail)
+    monkeypatch.setattr(requests, "save_image", fail)
     batch = write_batch(tmp_path, *lines)
-    result = paint("--batch", batch, single=False, code=1)
+    result = edit("--batch", batch, single=False, code=1)
     assert f"{batch}, line 2" in result.stderr and "the disk is full" in result.stderr
     assert [path.name for path in tmp_path.glob("*.png")] == ["a.png"]
 
 
 def test_a_line_that_cannot_be_embedded_is_named_before_the_transformer_is_loaded(
-    paint, images, tmp_path: Path, monkeypatch
+    edit, images, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(qie.inference, "load_transformer", None)
+    monkeypatch.setattr(inference, "load_transformer", None)
     lines = [{"image": str(images[0]), "prompt": PROMPT, "output": "a.png"}]
     lines += [lines[0] | {"prompt": "word and " * 1000, "output": "b.png"}]
     batch = write_batch(tmp_path, *lines)
-    message = paint("--batch", batch, single=False, code=1).stderr
+    message = edit("--batch", batch, single=False, code=1).stderr
     assert f"{batch}, line 2" in message and "the prompt is too long" in message
     lines[1] = {"images": [str(path) for path in images], "prompt": PROMPT, "output": "b.png"}
-    message = paint("--batch", write_batch(tmp_path, *lines), single=False, code=2).stderr
+    message = edit("--batch", write_batch(tmp_path, *lines), single=False, code=2).stderr
     assert f"{batch}, line 2" in message and "more images than the model takes" in message
 
 
-def test_an_interrupted_run_leaves_no_half_file_and_the_former_one(paint, tmp_path: Path, monkeypatch) -> None:
+def test_an_interrupted_run_leaves_no_half_file_and_the_former_one(edit, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "out.png").write_bytes(b"former")
 
     def interrupt(image, file, **_):
@@ -283,7 +283,7 @@ def test_an_interrupted_run_leaves_no_half_file_and_the_former_one(paint, tmp_pa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Image.Image, "save", interrupt)
-    paint(code=130)
+    edit(code=130)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "out.png"]
     assert (tmp_path / "out.png").read_bytes() == b"former"
 
@@ -297,47 +297,47 @@ def test_an_interrupted_run_leaves_no_half_file_and_the_former_one(paint, tmp_pa
     ],
 )
 def test_a_lora_of_another_model_is_refused_by_layer_and_shape_before_weights_are_read(
-    paint, loras, tmp_path: Path, monkeypatch, change, words
+    edit, loras, tmp_path: Path, monkeypatch, change, words
 ) -> None:
-    monkeypatch.setattr(qie.inference, "load_transformer", None)
-    monkeypatch.setattr(qie.inference, "embed_scene", None)
+    monkeypatch.setattr(inference, "load_transformer", None)
+    monkeypatch.setattr(inference, "embed_conditions", None)
     changed = dict(change(*entry) for entry in load_file(loras["first"] / ADAPTER_FILE).items())
     save_file(changed, tmp_path / "other.safetensors")
-    message = paint("--lora", tmp_path / "other.safetensors", code=2).stderr
+    message = edit("--lora", tmp_path / "other.safetensors", code=2).stderr
     assert all(word in message for word in ["does not fit this model", str(tmp_path / "other.safetensors"), *words])
 
 
 @pytest.mark.parametrize("tensors", [{}, {"img_in": torch.ones(4, 4)}, {"x.weight": torch.ones(4)}])
-def test_a_file_that_is_no_lora_is_refused(paint, tmp_path: Path, tensors) -> None:
+def test_a_file_that_is_no_lora_is_refused(edit, tmp_path: Path, tensors) -> None:
     save_file(tensors, tmp_path / "other.safetensors")
-    assert str(tmp_path / "other.safetensors") in paint("--lora", tmp_path / "other.safetensors", code=2).stderr
+    assert str(tmp_path / "other.safetensors") in edit("--lora", tmp_path / "other.safetensors", code=2).stderr
 
 
-def test_the_same_lora_twice_is_refused_however_it_is_named(paint, loras, tmp_path: Path) -> None:
+def test_the_same_lora_twice_is_refused_however_it_is_named(edit, loras, tmp_path: Path) -> None:
     first = loras["first"]
     for again in (f"{first}:0.5", first / ADAPTER_FILE, first / ".." / "first"):
-        assert "the same LoRA twice" in paint("--lora", first, "--lora", again, code=2).stderr
+        assert "the same LoRA twice" in edit("--lora", first, "--lora", again, code=2).stderr
     adapters = f"model.adapters=[{{path: {first}}}]"
-    assert "the same LoRA twice" in paint("--lora", first, "--set", adapters, code=2).stderr
+    assert "the same LoRA twice" in edit("--lora", first, "--set", adapters, code=2).stderr
 
 
-def test_options_that_contradict_or_lack_each_other_are_refused(paint, tmp_path: Path) -> None:
+def test_options_that_contradict_or_lack_each_other_are_refused(edit, tmp_path: Path) -> None:
     batch = write_batch(tmp_path, {"image": "a.png", "prompt": "x", "output": "b.png"})
-    assert "--image, --prompt, --output" in paint("--batch", batch, code=2).stderr
-    assert "--image, --output" in paint("--prompt", "x", single=False, code=2).stderr
-    assert "multiples of 16" in paint("--size", "100x100", code=2).stderr
+    assert "--image, --prompt, --output" in edit("--batch", batch, code=2).stderr
+    assert "--image, --output" in edit("--prompt", "x", single=False, code=2).stderr
+    assert "multiples of 16" in edit("--size", "100x100", code=2).stderr
 
 
 def test_a_prompt_that_fits_but_for_the_size_is_refused(monkeypatch) -> None:
     """The transformer's text positions begin behind half the larger side: 4096 − 8192 / 32 are left."""
     cpu = torch.device("cpu")
-    painter = Predictor(None, None, vae_device=cpu, transformer_device=cpu, dtype=torch.float32)
+    predictor = Predictor(None, None, vae_device=cpu, transformer_device=cpu, dtype=torch.float32)
     for length, negative in ((3841, None), (5, 3841), (3840, 3840)):
         texts = [None if count is None else torch.zeros(count, 8) for count in (length, negative)]
-        monkeypatch.setattr(qie.inference, "embed_scene", lambda *_, texts=texts: Scene((), AREA_PX, *texts))
-        painter.embed([], PROMPT, None)
+        monkeypatch.setattr(inference, "embed_conditions", lambda *_, texts=texts: Conditions((), AREA_PX, *texts))
+        predictor.embed([], PROMPT, None)
         if 3841 not in (length, negative):
-            assert painter.embed([], PROMPT, None, (8192, 16)).prompt is texts[0]
+            assert predictor.embed([], PROMPT, None, (8192, 16)).prompt is texts[0]
             continue
         with pytest.raises(RowError, match="the prompt is too long"):
-            painter.embed([], PROMPT, None, (16, 8192))
+            predictor.embed([], PROMPT, None, (16, 8192))

@@ -15,10 +15,9 @@ from PIL import Image
 from qie.config import Config
 from qie.data import open_stream
 from qie.data.sources import open_source
-from qie.encode import Encoder
+from qie.encode import Encoder, EncoderOptions
 from qie.encode.images import to_thumbnail
 from qie.errors import ShardError
-from qie.opening import encoder_options
 from qie.precompute import precompute
 from qie.shards.compact import read_compact, write_compact
 from qie.shards.index import ShardIndex, read_index
@@ -80,8 +79,8 @@ def test_other_thumbnails_are_another_recipe_that_says_in_what(tmp_path: Path) -
 
 def test_the_setting_reaches_the_recipes_options() -> None:
     base = {"model": {"pretrained_model_name_or_path": "m"}}
-    assert encoder_options(Config.model_validate(base)).thumbnail_px is None
-    assert encoder_options(Config.model_validate(base | {"cache": {"thumbnail_px": 96}})).thumbnail_px == 96
+    assert EncoderOptions.of(Config.model_validate(base)).thumbnail_px is None
+    assert EncoderOptions.of(Config.model_validate(base | {"cache": {"thumbnail_px": 96}})).thumbnail_px == 96
 
 
 @pytest.mark.parametrize("value", [0, 15, 513, -96, "small", 96.5, True])

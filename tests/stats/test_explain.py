@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from qie.cli import precompute as precompute_command
 from qie.cli import stats
 from qie.data.variants import Variants
-from qie.precompute import precompute
-from qie.precompute.work import Settings
+from qie.precompute import Settings, precompute
 from qie.recipe import Recipe
 from qie.shards.storage import find_indexes
 from qie.stats import Explanation, explain_rows

@@ -1,4 +1,4 @@
-"""Adapters for other programs: names, scales, and what is painted with them."""
+"""Adapters for other programs: names, scales, and images generated with them."""
 
 from __future__ import annotations
 

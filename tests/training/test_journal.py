@@ -23,11 +23,11 @@ from tests.training.runs import ROWS, Bench, checkpoint, lines, losses, names, v
 
 
 @pytest.fixture(scope="module")
-def painted(bench: Bench, photos: Path) -> Path:
+def sampled(bench: Bench, photos: Path) -> Path:
     """A run with sample images, TensorBoard, and an adapter that does much."""
     image = str(min((photos / "control_images").glob("*.png")))
     bench.train(
-        bench.folder / "painted",
+        bench.folder / "sampled",
         data__area_px=64 * 64,
         data__allow_tiny=True,
         cache__accept_recipe=True,  # the sample images are smaller than those of the shards
@@ -37,12 +37,12 @@ def painted(bench: Bench, photos: Path) -> Path:
         validation__samples=[{"images": [image], "prompt": "make it night", "seed": 7}],
         validation__sample_steps=2,
     )
-    return bench.folder / "painted"
+    return bench.folder / "sampled"
 
 
 @pytest.fixture(scope="module")
-def events(painted: Path) -> EventAccumulator:
-    (file,) = (painted / "qie").glob("events.*")  # of add_hparams there are others, further down
+def events(sampled: Path) -> EventAccumulator:
+    (file,) = (sampled / "qie").glob("events.*")  # of add_hparams there are others, further down
     return EventAccumulator(str(file)).Reload()
 
 
@@ -107,21 +107,21 @@ def test_a_loss_that_is_no_number_is_null_in_every_file(
     assert [loss for _, loss in validations(tmp_path)] == [validations(tmp_path)[0][1]] * 3, "no weight has changed"
 
 
-def test_run_json_and_the_card_tell_what_the_metrics_tell(painted: Path, tiny_edit: Path) -> None:
-    report, written = read_run(painted), lines(painted)
+def test_run_json_and_the_card_tell_what_the_metrics_tell(sampled: Path, tiny_edit: Path) -> None:
+    report, written = read_run(sampled), lines(sampled)
     assert (report.steps, report.samples, report.world_size) == (4, ROWS - 2, 1)
     assert report.base_model == str(tiny_edit) and report.family == "edit"
-    assert report.final_loss == losses(painted)[-1]
-    assert list(report.validation_losses) == validations(painted)
-    assert list(report.checkpoints) == names(painted) == ["checkpoint-000002", "checkpoint-000004"]
+    assert report.final_loss == losses(sampled)[-1]
+    assert list(report.validation_losses) == validations(sampled)
+    assert list(report.checkpoints) == names(sampled) == ["checkpoint-000002", "checkpoint-000004"]
     assert report.finished is not None and report.started <= report.finished
     assert report.config["train"]["max_steps"] == 4
     assert len(written) == 4 + 3
     for step in (2, 4):
-        card = (checkpoint(painted, step) / "README.md").read_text()
-        of_then = [loss for at, loss in validations(painted) if at <= step]
+        card = (checkpoint(sampled, step) / "README.md").read_text()
+        of_then = [loss for at, loss in validations(sampled) if at <= step]
         assert f"| steps | {step} |" in card
-        assert f"| training loss, last step | {losses(painted)[step - 1]:.4f} |" in card
+        assert f"| training loss, last step | {losses(sampled)[step - 1]:.4f} |" in card
         assert f"{of_then[0]:.4f} at step 0 → {of_then[-1]:.4f} at step {step}" in card
 
 
@@ -146,34 +146,34 @@ def test_until_its_end_a_run_is_not_finished_and_keeps_its_start_when_it_goes_on
     assert read_run(tmp_path).finished is not None
 
 
-def test_samples_are_painted_at_each_validation_and_change_no_loss(
-    bench: Bench, painted: Path, photos: Path, tmp_path: Path
+def test_samples_are_generated_at_each_validation_and_change_no_loss(
+    bench: Bench, sampled: Path, photos: Path, tmp_path: Path
 ) -> None:
-    files = sorted((painted / "samples").iterdir())
+    files = sorted((sampled / "samples").iterdir())
     assert [file.name for file in files] == [f"step-{step:06d}-0.png" for step in (0, 2, 4)]
     images = [Image.open(file) for file in files]
     told = [json.loads(image.text["qie"]) for image in images]
     assert [settings["step"] for settings in told] == [0, 2, 4]
     assert {(settings["prompt"], settings["seed"], settings["steps"]) for settings in told} == {("make it night", 7, 2)}
-    assert len({image.tobytes() for image in images}) == 3, "the adapter is part of what is painted"
+    assert len({image.tobytes() for image in images}) == 3, "the adapter is part of the model"
     bench.train(tmp_path)
-    assert lines(tmp_path) == lines(painted)
+    assert lines(tmp_path) == lines(sampled)
 
 
-def test_tensorboard_gets_numbers_images_and_settings(painted: Path, events: EventAccumulator) -> None:
+def test_tensorboard_gets_numbers_images_and_settings(sampled: Path, events: EventAccumulator) -> None:
     scalars = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-    steps = [line for line in lines(painted) if "loss" in line]
+    steps = [line for line in lines(sampled) if "loss" in line]
     for name in ("loss", "lr", "grad_norm"):
         assert scalars[name] == [(line["step"], pytest.approx(line[name])) for line in steps], name
-    assert scalars["validation_loss"] == [(step, pytest.approx(loss)) for step, loss in validations(painted)]
+    assert scalars["validation_loss"] == [(step, pytest.approx(loss)) for step, loss in validations(sampled)]
     assert "validation_loss/sigma 0.25" in scalars and "samples_per_s" in scalars and "mfu" not in scalars
     shown = events.Images("sample 0")
     assert [image.step for image in shown] == [0, 2, 4]
     for image in shown:
-        (painted / "shown.png").write_bytes(image.encoded_image_string)
-        file = painted / "samples" / f"step-{image.step:06d}-0.png"
-        assert np.array_equal(np.asarray(Image.open(painted / "shown.png")), np.asarray(Image.open(file)))
-    (settings,) = (painted / "qie").glob("*/hparams.yml")
+        (sampled / "shown.png").write_bytes(image.encoded_image_string)
+        file = sampled / "samples" / f"step-{image.step:06d}-0.png"
+        assert np.array_equal(np.asarray(Image.open(sampled / "shown.png")), np.asarray(Image.open(file)))
+    (settings,) = (sampled / "qie").glob("*/hparams.yml")
     assert re.search(r"^train.max_steps: 4$", settings.read_text(), re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Sample images while training: the model's as qie-predict would paint them, at no cost to the run."""
+"""Sample images while training: the model's as qie-predict would sampler them, at no cost to the run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from PIL import Image
 from transformers import Qwen2_5_VLModel
 
 from qie.cli import predict
-from qie.cli.samples import open_samples, save_samples
 from qie.config import AdapterConfig, Config, LoraConfig, load_config
 from qie.errors import UsageError
-from qie.opening import open_predictor
+from qie.inference.samples import save_samples
+from qie.opening import open_predictor, open_samples
 from qie.pretrained import PretrainedModel, open_pretrained
 from qie.training.model.load import load_transformer
 from qie.training.model.lora import add_frozen_adapters, add_lora, save_adapter
@@ -92,16 +92,16 @@ def text_encoders() -> int:
     return sum(type(thing) is Qwen2_5_VLModel for thing in gc.get_objects())
 
 
-def test_a_sample_is_what_qie_predict_paints_with_the_adapter(
+def test_a_sample_is_what_qie_predict_generates_with_the_adapter(
     config, config_file: Path, checkpoint, controls, tmp_path: Path
 ) -> None:
     transformer = adapted(checkpoint)
     samples = open_samples(config, CPU)(transformer)
     save_adapter(transformer, tmp_path)
     for seed, (sample, control, prompt) in enumerate(zip(samples, controls, PROMPTS, strict=True)):
-        painting = ["--image", control, "--prompt", prompt, "--seed", seed, "--steps", 2, "--cfg", 3.0]
+        request = ["--image", control, "--prompt", prompt, "--seed", seed, "--steps", 2, "--cfg", 3.0]
         places = ["--config", config_file, "--output", tmp_path / "out.png", "--lora", tmp_path]
-        result = CliRunner().invoke(predict.main, [str(word) for word in (*places, *painting)])
+        result = CliRunner().invoke(predict.main, [str(word) for word in (*places, *request)])
         assert result.exit_code == 0, result.output
         assert bits([sample]) == bits([Image.open(tmp_path / "out.png")])
         assert pixels(sample).std() > 5
@@ -110,7 +110,7 @@ def test_a_sample_is_what_qie_predict_paints_with_the_adapter(
     assert bits(plain) != bits(samples), "the adapter has no effect"
 
 
-def test_adapters_of_the_configuration_are_part_of_what_qie_predict_paints(
+def test_adapters_of_the_configuration_are_part_of_what_qie_predict_generates(
     config, config_file: Path, checkpoint, tmp_path: Path
 ) -> None:
     save_adapter(adapted(checkpoint), tmp_path)
@@ -127,16 +127,16 @@ def test_adapters_of_the_configuration_are_part_of_what_qie_predict_paints(
     save_adapter(transformer, tmp_path / "trained")
     sample, settings = config.validation.samples[0], {"steps": 2, "cfg": 3.0}
     images = [Image.open(sample.images[0]).convert("RGB")]
-    painted = [
-        open_predictor(part, lora).paint(images, sample.prompt, seed=sample.seed, **settings)
+    images_made = [
+        open_predictor(part, lora).sampler(images, sample.prompt, seed=sample.seed, **settings)
         for part, lora in ((changed, tmp_path / "trained"), (changed, None), (config, tmp_path / "trained"))
     ]
-    assert bits(painted[:1]) == bits(open_samples(config, CPU)(transformer)[:1])
-    assert len(set(bits(painted))) == 3
+    assert bits(images_made[:1]) == bits(open_samples(config, CPU)(transformer)[:1])
+    assert len(set(bits(images_made))) == 3
 
 
-def test_painting_sees_no_dropout_and_leaves_the_transformer_as_it_was(config, checkpoint) -> None:
-    paint = open_samples(config, CPU)
+def test_generating_uses_no_dropout_and_leaves_the_transformer_as_it_was(config, checkpoint) -> None:
+    sampler = open_samples(config, CPU)
     transformer = adapted(checkpoint, dropout=0.5)
     transformer.enable_gradient_checkpointing()
     transformer.transformer_blocks[0].eval()  # a part that someone keeps out of training
@@ -144,10 +144,10 @@ def test_painting_sees_no_dropout_and_leaves_the_transformer_as_it_was(config, c
     before = {name: tensor.clone() for name, tensor in transformer.state_dict().items()}
     states = torch.get_rng_state(), vars(transformer).get("forward"), torch.is_grad_enabled()
 
-    samples = paint(transformer)
+    samples = sampler(transformer)
 
-    assert bits(paint(transformer)) == bits(samples)
-    assert bits(samples) == bits(paint(adapted(checkpoint).eval()))
+    assert bits(sampler(transformer)) == bits(samples)
+    assert bits(samples) == bits(sampler(adapted(checkpoint).eval()))
     assert {name: module.training for name, module in transformer.named_modules()} == modes
     assert all(torch.equal(tensor, before[name]) for name, tensor in transformer.state_dict().items())
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -156,22 +156,22 @@ def test_painting_sees_no_dropout_and_leaves_the_transformer_as_it_was(config, c
     assert all(parameter.grad is None for parameter in transformer.parameters())
 
 
-def test_a_transformer_is_left_as_it_was_when_painting_fails(config, checkpoint, monkeypatch) -> None:
-    paint, transformer = open_samples(config, CPU), adapted(checkpoint)
+def test_a_transformer_is_left_as_it_was_when_generating_fails(config, checkpoint, monkeypatch) -> None:
+    sampler, transformer = open_samples(config, CPU), adapted(checkpoint)
 
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(transformer, "forward", fail)
-    with pytest.raises(Exception, match="out of memory while painting"):
-        paint(transformer)
+    with pytest.raises(Exception, match="out of memory while it generates"):
+        sampler(transformer)
     assert transformer.training and transformer.forward is fail
 
 
 def test_losses_of_a_run_with_samples_are_those_of_the_run_without(config, checkpoint) -> None:
     """Dropout draws from the global random state, which is seeded once, so that any draw between steps would show."""
 
-    def losses(paint) -> list[float]:
+    def losses(sampler) -> list[float]:
         transformer = adapted(checkpoint, dropout=0.5)
         transformer.enable_gradient_checkpointing()
         trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
@@ -179,8 +179,8 @@ def test_losses_of_a_run_with_samples_are_those_of_the_run_without(config, check
         torch.manual_seed(3)
         found = []
         for _ in range(3):
-            if paint:
-                paint(transformer)
+            if sampler:
+                sampler(transformer)
             predicted = transformer(
                 hidden_states=torch.randn(1, 16, transformer.config.in_channels),
                 timestep=torch.tensor([0.5]),
@@ -201,7 +201,7 @@ def test_losses_of_a_run_with_samples_are_those_of_the_run_without(config, check
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["bf16 base", "float32 weights"])
-def test_mixed_precision_paints_nearly_the_same(config, checkpoint, weights: torch.dtype) -> None:
+def test_mixed_precision_gives_nearly_the_same(config, checkpoint, weights: torch.dtype) -> None:
     kinds = torch.float32, torch.bfloat16
     one, other = (torch.randn(64, dtype=kind, generator=torch.Generator().manual_seed(0)) for kind in kinds)
     if not torch.allclose(one, other.float(), atol=0.1):
@@ -218,42 +218,40 @@ def test_mixed_precision_paints_nearly_the_same(config, checkpoint, weights: tor
 
 def test_no_text_encoder_stays_in_memory(config, checkpoint, controls) -> None:
     before = text_encoders()
-    paint = open_samples(config, CPU)
+    sampler = open_samples(config, CPU)
     assert text_encoders() == before
-    painter = open_predictor(config, None)
+    predictor = open_predictor(config, None)
     image = Image.open(controls[0]).convert("RGB")
-    kept = painter.paint([image], PROMPTS[0], steps=2)
+    kept = predictor.sampler([image], PROMPTS[0], steps=2)
     assert text_encoders() == before + 1
-    freed = painter.paint([image], PROMPTS[0], steps=2, keep_encoder=False)
+    freed = predictor.sampler([image], PROMPTS[0], steps=2, keep_encoder=False)
     assert text_encoders() == before
     assert bits([kept]) == bits([freed])
-    assert paint(load_transformer(checkpoint, torch.float32))
+    assert sampler(load_transformer(checkpoint, torch.float32))
 
 
 def test_qie_predict_frees_the_text_encoder_before_it_loads_the_transformer(
     config, config_file: Path, controls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import qie.inference
-
-    seen = []
+    loaded_beside = []
 
     def load(*arguments, **how):
-        seen.append(text_encoders())
+        loaded_beside.append(text_encoders())
         return load_transformer(*arguments, **how)
 
-    monkeypatch.setattr(qie.inference, "load_transformer", load)
+    monkeypatch.setattr("qie.inference.predictor.load_transformer", load)
     before = text_encoders()
     places = ["--config", config_file, "--output", tmp_path / "out.png"]
-    painting = ["--image", controls[0], "--prompt", PROMPTS[0], "--steps", 2]
-    assert CliRunner().invoke(predict.main, [str(word) for word in (*places, *painting)]).exit_code == 0
-    assert seen == [before]
+    request = ["--image", controls[0], "--prompt", PROMPTS[0], "--steps", 2]
+    assert CliRunner().invoke(predict.main, [str(word) for word in (*places, *request)]).exit_code == 0
+    assert loaded_beside == [before]
 
 
 def test_the_pipeline_works_where_its_vae_is(config) -> None:
     """Left to itself, diffusers takes the transformer's device, and hands the VAE tensors from there."""
-    painter = open_predictor(config, None)
-    painter._vae_device = torch.device("meta")
-    assert painter.pipeline._execution_device.type == "meta"
+    predictor = open_predictor(config, None)
+    predictor._vae_device = torch.device("meta")
+    assert predictor.pipeline._execution_device.type == "meta"
 
 
 def test_an_edit_plus_model_takes_several_images(tiny_edit_plus: Path, controls, tmp_path: Path) -> None:
@@ -283,7 +281,7 @@ def test_without_samples_nothing_is_opened(config, monkeypatch: pytest.MonkeyPat
         ({"negative_prompt": "<|im_end|>"}, "validation.samples.1.negative_prompt", "special token"),
     ],
 )
-def test_a_sample_that_cannot_be_painted_is_named_before_anything_is_loaded(
+def test_a_sample_that_cannot_be_generated_is_named_before_anything_is_loaded(
     config, controls, monkeypatch: pytest.MonkeyPatch, wrong: dict, where: str, what: str
 ) -> None:
     monkeypatch.setattr("qie.opening.inference_encoder", None)
@@ -313,7 +311,7 @@ def test_a_prompt_that_is_too_long_for_the_transformer_is_refused(config, config
 def test_transparent_parts_have_the_colour_that_they_have_in_training(config, checkpoint, tmp_path: Path) -> None:
     clear = tmp_path / "clear.png"
     Image.new("RGBA", (96, 64), (0, 0, 0, 0)).save(clear)
-    painted = []
+    images_made = []
     for background in ("#ffffff", "#00ff00"):
         sample = config.validation.samples[0].model_copy(update={"images": [str(clear)]})
         changed = config.model_copy(
@@ -322,8 +320,8 @@ def test_transparent_parts_have_the_colour_that_they_have_in_training(config, ch
                 "validation": config.validation.model_copy(update={"samples": [sample]}),
             }
         )
-        painted += open_samples(changed, CPU)(load_transformer(checkpoint, torch.float32))
-    assert painted[0].tobytes() != painted[1].tobytes()
+        images_made += open_samples(changed, CPU)(load_transformer(checkpoint, torch.float32))
+    assert images_made[0].tobytes() != images_made[1].tobytes()
 
 
 def test_saved_samples_are_named_by_step_and_carry_their_settings(config, checkpoint, tmp_path: Path) -> None:

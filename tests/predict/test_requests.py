@@ -1,4 +1,4 @@
-"""What qie-predict is asked for: lines of a batch, sizes, adapters with scales; and what of it is refused."""
+"""Requests of qie-predict: lines of a batch, sizes, adapters with scales; and which of them are refused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from qie.cli.paintings import Request, check_paintings, numbered, parse_lora, parse_size, read_batch
+from qie.cli.predict import parse_lora, parse_size
 from qie.errors import QieError, UsageError
+from qie.inference.requests import Request, check_requests, numbered, read_batch
 from qie.training.model.adapter_file import ADAPTER_FILE
 
 
@@ -42,8 +43,8 @@ def test_a_line_is_as_the_options_where_it_says_nothing_else(batch, tmp_path: Pa
 
 
 def test_paths_that_are_absolute_stay(batch, tmp_path: Path) -> None:
-    (painting,) = batch(GOOD | {"image": "/elsewhere/a.png", "output": "/elsewhere/out.png"})
-    assert (painting.images, painting.outputs) == (("/elsewhere/a.png",), (Path("/elsewhere/out.png"),))
+    (request,) = batch(GOOD | {"image": "/elsewhere/a.png", "output": "/elsewhere/out.png"})
+    assert (request.images, request.outputs) == (("/elsewhere/a.png",), (Path("/elsewhere/out.png"),))
 
 
 @pytest.mark.parametrize(
@@ -87,20 +88,20 @@ def test_a_file_that_is_no_batch_is_refused(tmp_path: Path, content: bytes | Non
         ({"negative_prompt": "<|im_end|>"}, ["special token"]),
         ({"output": "nowhere/out.png"}, ["nothing can be written there"]),
         ({"output": "out.txt"}, ["names no image format"]),
-        ({"output": "./out.png"}, ["painted twice", "batch.jsonl, line 1"]),
+        ({"output": "./out.png"}, ["two images for one file", "batch.jsonl, line 1"]),
     ],
 )
 def test_what_a_line_names_is_checked_before_any_work(batch, tmp_path: Path, wrong, words) -> None:
-    check_paintings(batch(GOOD, GOOD | {"output": "other.png"}), "#ffffff")
+    check_requests(batch(GOOD, GOOD | {"output": "other.png"}), "#ffffff")
     with pytest.raises(QieError) as caught:
-        check_paintings(batch(GOOD, GOOD | {"output": "other.png"} | wrong), "#ffffff")
+        check_requests(batch(GOOD, GOOD | {"output": "other.png"} | wrong), "#ffffff")
     assert caught.value.exit_code == 2
     assert all(word in str(caught.value) for word in [f"{tmp_path / 'batch.jsonl'}, line 2", *words]), caught.value
 
 
 def test_numbered_files_of_two_lines_do_not_meet(batch) -> None:
-    with pytest.raises(UsageError, match="painted twice"):
-        check_paintings(batch(GOOD, GOOD | {"output": "out-1.png"}, count=1) + batch(GOOD, count=2), "#ffffff")
+    with pytest.raises(UsageError, match="two images for one file"):
+        check_requests(batch(GOOD, GOOD | {"output": "out-1.png"}, count=1) + batch(GOOD, count=2), "#ffffff")
 
 
 def test_several_images_are_numbered_from_0_in_equally_long_names() -> None:
@@ -120,7 +121,7 @@ def test_a_size_is_width_and_height(text: str, size: tuple[int, int]) -> None:
     [("1000x768", "--size 992x768"), ("0x16", "such as"), ("8208x16", "--size 8192x16"), ("7x7", "--size 16x16")]
     + [(text, "such as --size 1024x768") for text in ("", "1024", "1024x", "-16x16", "16.0x16", "a", "²x16")],
 )
-def test_a_size_that_cannot_be_painted_is_refused_with_the_nearest(text: str, hint: str) -> None:
+def test_an_impossible_size_is_refused_with_the_nearest(text: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_size(text)
     assert hint in str(caught.value) and "multiples of 16" in str(caught.value)

@@ -1,0 +1,135 @@
+"""Sample images of a training run: fixed images and prompts, generated with the model as it is.
+
+The text encoder is freed before the transformer is loaded. The VAE is offloaded to the CPU, and resident on the
+training device only while images are generated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+from PIL import Image
+
+from qie.config import Config
+from qie.encode import Encoder
+from qie.errors import RowError, UsageError
+from qie.inference.predictor import (
+    Conditions,
+    check_controls,
+    embed_conditions,
+    free,
+    generate,
+    load_vae,
+    make_pipeline,
+)
+from qie.inference.requests import check_prompts, read_images, save_image
+from qie.pretrained import PretrainedModel
+
+
+class SampleImages:
+    """Generates `validation.samples`, in their order, with a transformer on `device`.
+
+    The images are a function of the transformer's weights alone, on any number of processes. The transformer and the
+    global random state stay as they were: a run with samples equals the run without. The settings of an image are in
+    its `info` under the name qie.
+
+    Args:
+        config: of the run.
+        pretrained: the base model, with scheduler and vae.
+        samples: the embedded `validation.samples`.
+        device: of the transformer.
+    """
+
+    def __init__(
+        self, config: Config, pretrained: PretrainedModel, samples: Sequence[Conditions], device: torch.device
+    ) -> None:
+        self._section, self._pretrained, self._samples, self._device = config.validation, pretrained, samples, device
+        self._dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
+        self._vae = load_vae(pretrained, self._dtype)
+
+    def __call__(self, transformer: QwenImageTransformer2DModel) -> list[Image.Image]:
+        steps, cfg = self._section.sample_steps, self._section.sample_cfg
+        images = []
+        with _in_inference(transformer, self._device, self._dtype), _resident(self._vae, self._device):
+            pipeline = make_pipeline(self._pretrained, self._vae, transformer)
+            for sample, conditions in zip(self._section.samples, self._samples, strict=True):
+                image = generate(pipeline, conditions, steps=steps, cfg=cfg, seed=sample.seed)
+                image.info["qie"] = json.dumps(sample.model_dump() | {"steps": steps, "cfg": cfg}, ensure_ascii=False)
+                images.append(image)
+        return images
+
+
+def read_samples(config: Config, family: str) -> list[list[Image.Image]]:
+    """The controls of each of `validation.samples`. Checks its prompts, too.
+
+    Raises:
+        UsageError: an image or a prompt cannot be used; names its configuration key.
+    """
+    controls = []
+    for number, sample in enumerate(config.validation.samples):
+        key = f"validation.samples.{number}"
+        controls.append(read_images(sample.images, config.data.background, f"{key}.images"))
+        check_controls(family, len(sample.images), f"{key}.images")
+        check_prompts(sample.prompt, sample.negative_prompt, f"{key}.{{}}", "negative_prompt")
+    return controls
+
+
+def embed_samples(config: Config, controls: Sequence[Sequence[Image.Image]], encoder: Encoder) -> list[Conditions]:
+    """Each of `validation.samples`, embedded, in host memory. Frees the encoder.
+
+    Raises:
+        UsageError: a prompt is too long; names its configuration key.
+    """
+    conditions = []
+    for number, (sample, images) in enumerate(zip(config.validation.samples, controls, strict=True)):
+        negative = sample.negative_prompt if config.validation.sample_cfg > 1 else None
+        try:
+            conditions.append(embed_conditions(encoder, images, sample.prompt, negative))
+        except RowError as error:
+            where = f"validation.samples.{number}"
+            raise UsageError(error.what, where=where, expected=error.expected, found=error.found) from error
+    free(encoder)
+    return conditions
+
+
+def save_samples(images: Sequence[Image.Image], output_dir: Path, step: int) -> list[Path]:
+    """Write the sample images of `step` to `output_dir/samples/step-000200-0.png` and so on.
+
+    Each file carries its settings and the step, as those of qie-predict do.
+    """
+    folder = output_dir / "samples"
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"step-{step:06d}-{number}.png" for number in range(len(images))]
+    for image, path in zip(images, paths, strict=True):
+        save_image(image, path, json.loads(image.info["qie"]) | {"step": step})
+    return paths
+
+
+@contextmanager
+def _in_inference(transformer: QwenImageTransformer2DModel, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """A transformer in training, used as after it: without dropout, computing in `dtype` whatever its weights are."""
+    training = {module: module.training for module in transformer.modules()}
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    transformer.eval()
+    try:
+        with mock.patch.object(transformer, "forward", autocast(transformer.forward)):
+            yield
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
+
+
+@contextmanager
+def _resident(vae: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """The VAE on the training device, and on the CPU again afterwards."""
+    vae.to(device)
+    try:
+        yield
+    finally:
+        vae.to("cpu")
