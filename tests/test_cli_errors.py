@@ -559,7 +559,7 @@ def test_the_home_of_nobody_is_refused(refused: Refused) -> None:
         (train, ("a\0b", *CONFIG)),
         (train, (*CONFIG, "--resume", "a\0b")),
         *[(precompute, (*CONFIG, option, "a\0b")) for option in ("--source", "--output", "--log", "--config")],
-        *[(predict, (*PAINT, option, "a\0b")) for option in ("--image", "--output", "--lora", "--transformer")],
+        *[(predict, (*EDIT, option, "a\0b")) for option in ("--image", "--output", "--lora", "--transformer")],
     ],
 )
 def test_a_path_that_holds_nul_is_refused(work: Path, command, arguments: tuple[str, ...]) -> None:
@@ -571,7 +571,7 @@ def test_a_path_that_holds_nul_is_refused(work: Path, command, arguments: tuple[
 @pytest.mark.parametrize("option", ["--prompt", "--negative-prompt"])
 def test_a_prompt_that_is_no_text_is_refused_by_its_option(refused: Refused, option: str) -> None:
     """What Python makes of an argument that is not UTF-8."""
-    assert "no Unicode" in (message := refused(predict, *PAINT, option, "night \udc80")) and option in message
+    assert "no Unicode" in (message := refused(predict, *EDIT, option, "night \udc80")) and option in message
 
 
 @pytest.mark.parametrize("command", [stats, precompute])

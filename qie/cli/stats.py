@@ -1,4 +1,4 @@
-"""qie-stats: what shards hold, whether they are sound, why rows are not in them, and what an epoch would be."""
+"""qie-stats: the content and the soundness of shards, the reasons for missing rows, and the plan of an epoch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _summarise(
 
     rows = _count(options["whole"]) if options["whole"] is not None else None
     page = None if options["html"] is None else _open_page(options)
-    gc.freeze()  # or the collector would go through all that was imported again and again while indexes come and go
+    gc.freeze()  # or the collector would walk all imported objects again and again while indexes come and go
     verify = options["verify"]
     quick = not verify and len(indexes) < 1000
     with Progress("verifying" if verify else "reading", len(indexes), "shards", quiet=quiet or quick) as progress:
@@ -160,7 +160,7 @@ def _count(place: str) -> int:
 
 
 def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool) -> None:
-    """Exits with 1 for rows and indexes that cannot be read; a miss is an answer."""
+    """Exits with 1 for rows and indexes that cannot be read; a missing row is an answer."""
     from qie.config import load_config
     from qie.libraries import quiet_libraries
     from qie.opening import open_encoder, open_rows, variants
@@ -253,9 +253,9 @@ def _print_counts(counts: dict[str, int]) -> None:
 
 def _print_explanation(found: Explanation) -> None:
     for one in found.verdicts:
-        version = f", version {one.variant}" if one.variant else ""
+        variant = f", variant {one.variant}" if one.variant else ""
         causes = ": " + "; ".join(map(str, one.causes)) if one.causes else ""
-        echo(f"row {one.row} ({one.name}{version}): {one.state}{causes}")
+        echo(f"row {one.row} ({one.name}{variant}): {one.state}{causes}")
     echo(f"under recipe {found.recipe}: " + ", ".join(f"{count} {state}" for state, count in found.states.items()))
     for cause, count in found.causes.items():
         echo(f"  {count:9d}  {cause}")

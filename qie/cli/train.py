@@ -95,7 +95,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _told(quiet: bool) -> Iterator[Telling]:
-    """Progress while rows are looked at, and lines, of which those that matter are shown with --quiet, too."""
+    """Progress while rows are checked, and lines; those that matter are shown with --quiet, too."""
     from qie.streams import Telling
 
     with ExitStack() as bars:

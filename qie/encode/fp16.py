@@ -13,7 +13,7 @@ FP16_MAX = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor as it is stored, and how many of its values were clipped."""
+    """A tensor as stored, and how many of its values were clipped."""
 
     values: torch.Tensor
     clipped: int
@@ -22,11 +22,11 @@ class Stored:
 def to_storage(values: torch.Tensor, what: str) -> Stored:
     """`values` in FP16 on the host.
 
-    The only way to FP16 in qie: cached and live training go through it alike. From bfloat16 it is exact for normal
-    values within range.
+    The only way to FP16 in qie, for cached and live training alike. It is exact for bfloat16's normal values within
+    range.
 
     Raises:
-        RowError: there are NaNs or infinities among them; `what` is named.
+        RowError: a value is NaN or infinite; names `what`.
     """
     if not bool(torch.isfinite(values).all()):
         raise RowError(f"{what} contains NaN or infinity", hint="try cache.compute_dtype: float32")

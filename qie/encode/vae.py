@@ -1,8 +1,8 @@
 """Images to latents.
 
-The VAE is one for videos. Of a single image every causal Conv3d sees one real frame behind zeros, so only the last
-temporal slice of its kernel counts: a Conv2d with that slice computes the same, several times faster. What is left of
-the model works on [B, C, 1, H, W] as it is.
+The VAE is made for videos. For a single image every causal Conv3d gets one real frame after zeros, so only the last
+temporal slice of its kernel counts: a Conv2d with that slice computes the same, several times faster. The other layers
+work on [B, C, 1, H, W] unchanged.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PROBE_TOLERANCE = 1e-4
 
 
 class VaeEncoder:
-    """The encoder half of the checkpoint's VAE on its device. The decoder is not kept.
+    """The encoder half of a pretrained VAE on its device. The decoder is dropped.
 
     Args:
-        folder: the checkpoint's vae.
-        device, dtype: where and in what precision it computes.
+        folder: the model's vae.
+        device, dtype: of its computation.
         compiled: run it through torch.compile.
     """
 
@@ -59,7 +59,7 @@ class VaeEncoder:
 
     @torch.inference_mode()
     def encode_together(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Latents of several images, those of one size in one pass. The last bits depend on what is passed together."""
+        """Latents of several images, those of one size in one pass. The last bits depend on the batch."""
         groups: dict[torch.Size, list[int]] = defaultdict(list)
         for position, image in enumerate(images):
             groups[image.shape].append(position)
@@ -77,7 +77,7 @@ class VaeEncoder:
 
 
 class _FrameConv(nn.Conv2d):
-    """What a causal Conv3d computes of the first frame of a video."""
+    """A causal Conv3d on the first frame of a video."""
 
     def __init__(self, video: QwenImageCausalConv3d) -> None:
         left, _, top, _, _, _ = video._padding
@@ -123,7 +123,7 @@ class _Still(nn.Module):
 
 
 def still_encoder(vae: AutoencoderKLQwenImage) -> nn.Module:
-    """The fast encoder, made of `vae`'s weights; the VAE's own, with a warning, should it compute something else."""
+    """The fast encoder with `vae`'s weights; the VAE's own encoder, with a warning, if the two differ."""
     probe = torch.randn(1, 3, 1, PROBE_PX, PROBE_PX, generator=torch.Generator().manual_seed(0)).to(vae.dtype)
     with torch.inference_mode():
         expected = vae._encode(probe).float()
@@ -142,7 +142,7 @@ def still_encoder(vae: AutoencoderKLQwenImage) -> nn.Module:
 
 
 class _Whole(nn.Module):
-    """The VAE's own way: `_encode` before the posterior is made of it."""
+    """The VAE's own encoder: `_encode`, before the posterior."""
 
     def __init__(self, vae: AutoencoderKLQwenImage) -> None:
         super().__init__()

@@ -173,7 +173,7 @@ class Engine:
 
         Raises:
             RowError: a row cannot be encoded and `on_error` is "stop".
-            ShardError, StoreError: a shard cannot be read or written. What is published stays.
+            ShardError, StoreError: a shard cannot be read or written. Published shards stay.
         """
         report, started = Report(), time.monotonic()
         pipeline = Pipeline(self._stages(), DEPTH)

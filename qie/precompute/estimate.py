@@ -1,4 +1,4 @@
-"""A run without a result: what it would encode, copy, skip and write, and how long that would take."""
+"""A dry run: how much a run would encode, copy, skip and write, and how long it would take."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from qie.stores import Folder
 from qie.types import Row, Shape
 
 TIMED = 6
-"""Samples that are encoded to time them; the first is not counted, since it waits for the weights."""
+"""Samples to encode for a measure of time. The first does not count, because it loads the weights."""
 
 _Found = tuple[Row, Shape | RowError, str, Entry | None]
 
 
 @dataclass
 class Estimate:
-    """What a run would do.
+    """The outcome of a run, before it runs.
 
     Attributes:
-        rows: looked at.
-        shapes: samples that would be in the shards, by shape.
-        fresh: samples that would be encoded, by shape; the others are there already.
-        skipped: rows, or variants of them, that cannot be encoded.
-        bytes: of the records of `shapes`, about; None if nothing could be encoded to measure.
-        encoding_s: seconds that encoding `fresh` would take, about; None if nothing could be timed.
+        rows: how many were checked.
+        shapes: samples of the shards, by shape.
+        fresh: samples to encode, by shape; records of the others exist.
+        skipped: rows, or variants of rows, that cannot be encoded.
+        bytes: about the size of all records; None if no sample could be measured.
+        encoding_s: about the seconds to encode `fresh`; None if no sample could be timed.
     """
 
     rows: int = 0
@@ -56,7 +56,7 @@ def estimate(
     settings: Settings,
     progress: Callable[[int], object] = lambda done: None,
 ) -> Estimate:
-    """Read and check every row of a range, look for its records, and time a few. Nothing is written."""
+    """Read and check every row of a range, look for its records, and time a few. Writes nothing."""
     check_output(output, encoder.recipe, len(source))
     records = Records(output, settings.reuse)
     result, timed, known, seen = Estimate(), dict[Shape, list[Row]](), dict[Shape, int](), set[str]()
@@ -102,7 +102,7 @@ def _look(row: Row, encoder: RowEncoder, records: Records) -> _Found:
 
 
 def _time(result: Estimate, rows: list[Row], known: dict[Shape, int], encoder: RowEncoder) -> None:
-    """Encode `rows`, of different shapes if there are, and scale to all, with the bytes of those that are `known`."""
+    """Encode `rows`, of different shapes if possible, and scale to all samples; `known` has bytes by shape."""
     measured = dict(known)
     started = None
     for (sample,) in Pipeline(encoder.stages).run([row] for row in rows):
@@ -120,5 +120,5 @@ def _time(result: Estimate, rows: list[Row], known: dict[Shape, int], encoder: R
 
 
 def _pixels(shape: Shape) -> int:
-    """Latent pixels of target and controls, to which time and bytes are about proportional."""
+    """Latent pixels of target and controls; time and bytes are about proportional to them."""
     return sum(height * width for height, width in (shape.target, *shape.controls))

@@ -52,23 +52,23 @@ def precompute(
 ) -> Report:
     """Bring the shards of `rows` in `output` up to date with `source`.
 
-    A published shard whose rows still have their keys is left alone. One of which rows changed is written again, with
-    the records of the other rows copied. What is published is complete, so a run that was killed goes on where it was.
+    A published shard whose rows still have their keys is left alone. A shard with changed rows is written again, with
+    the records of the other rows copied. Published shards are complete, so a killed run goes on where it was.
 
     Args:
-        source, encoder: the rows, and what makes samples of them.
+        source, encoder: the rows, and the encoder that makes samples of them.
         output: a folder, by path or URL.
         rows: the half-open range of rows.
         shard_size: rows per shard, on a grid that starts at row 0.
         settings: see `Settings`.
-        workers: open source and encoder again in processes of their own, which do the work; none for this process.
+        workers: open source and encoder in processes of their own, which do the work; none for this process.
         progress: called with the report as it grows.
 
     Raises:
         RecipeMismatchError: the output holds shards of another recipe.
         RowError: a row cannot be encoded and `on_error` is "stop".
         ShardError, StoreError: a shard cannot be read or written, or, in a store without locks, another run has
-            published some of the same rows meanwhile. What is published stays.
+            published some of the same rows meanwhile. Published shards stay.
     """
     output = open_folder(output)
     settings = settings or Settings()
@@ -82,9 +82,9 @@ def precompute(
 
 
 def plan_shards(output: Folder, recipe: Recipe, rows: Range, shard_size: int, source_rows: int) -> list[Range]:
-    """The shards of a run, and the output ready for them: what killed runs left is removed.
+    """The shards of a run. Prepares the output: makes the folder, and removes the partial files of killed runs.
 
-    Of the shards that are there one is opened, to see that its recipe is ours; the others are when they are worked on.
+    Opens one published shard to compare its recipe; the engine opens the others.
     """
     _make(output)
     there = check_output(output, recipe, source_rows)
@@ -93,12 +93,12 @@ def plan_shards(output: Folder, recipe: Recipe, rows: Range, shard_size: int, so
 
 
 def check_output(output: Folder, recipe: Recipe, source_rows: int) -> list[File]:
-    """The shards that are there, known to be of our recipe by one of them, and of rows that the source has.
+    """The published shards. Checks the recipe of one, and that the source has all their rows.
 
     Raises:
         RecipeMismatchError: the output holds shards of another recipe.
-        ShardError: two of them hold the same rows.
-        UsageError: it holds rows that the source no longer has.
+        ShardError: two shards hold the same rows.
+        UsageError: the output holds rows that the source no longer has.
     """
     there = published(output)
     require_disjoint((index, rows_of(index)) for index in there)
@@ -153,7 +153,7 @@ def _run_workers(
     """Run a process for each of `openers` until all `shards` are done.
 
     Raises:
-        QieError: as it was raised in a worker, or that a worker died. The others are stopped; what is published stays.
+        QieError: raised in a worker, or because a worker died. The others are stopped; published shards stay.
     """
     # Spawned, not forked: CUDA does not survive a fork, nor do the threads of this process.
     context = multiprocessing.get_context("spawn")
@@ -218,14 +218,14 @@ def _died(worker: _Worker) -> QieError:
         "a worker process died",
         where=worker.process.name,
         found=f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}",
-        hint="was it out of memory? What is published stays; run the same command again to go on",
+        hint="was it out of memory? Published shards stay; run the same command again to go on",
     )
 
 
 def _stop(workers: Iterable[_Worker]) -> None:
-    """Let workers end by themselves, as on Ctrl-C, so that they remove what is not published."""
+    """Let workers end by themselves, as on Ctrl-C, so that they remove their partial files."""
     for worker in workers:
-        worker.pipe.close()  # one that waits for a shard learns that there is nobody to give it
+        worker.pipe.close()  # tells a worker that waits for a shard that none will come
         if worker.process.is_alive():
             worker.process.terminate()
     for worker in workers:
@@ -235,8 +235,8 @@ def _stop(workers: Iterable[_Worker]) -> None:
 
 
 def _work(opener: Opener, engine_of: _EngineOf, pipe: Connection) -> None:
-    """The life of a worker. What it sends: None to ask for a shard, its report, an error, or "done"."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the parent, too, which then stops its workers
+    """The life of a worker. It sends None to ask for a shard, its report, an error, or "done"."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which then stops its workers
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     lock = threading.Lock()
     reported = time.monotonic()
@@ -263,7 +263,7 @@ def _work(opener: Opener, engine_of: _EngineOf, pipe: Connection) -> None:
         source, encoder = opener()
         send(engine_of(source, encoder, report).run(dealt()))
         send("done")
-    except (EOFError, BrokenPipeError):  # the parent is gone: nobody is left to tell
+    except (EOFError, BrokenPipeError):  # the parent is gone
         sys.exit(1)
     except (QieError, OSError) as error:
         send(error)

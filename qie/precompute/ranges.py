@@ -1,4 +1,4 @@
-"""Which shards a run writes: the asked range, cut by the grid, around what is there."""
+"""The shards of a run: its range of rows, cut on the grid, around published shards."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def resolve_range(start: int, stop: int | None, rows: int) -> Range:
 
 
 def resolve_part(part: str, rows: int, shard_size: int) -> Range:
-    """The rows of part "I/N" of a source, from "1/N" to "N/N": whole shards of the grid, in each as many or one more.
+    """The rows of part "I/N" of a source, from "1/N" to "N/N". Parts are whole shards of the grid and differ by at most
+    one shard. They hold every row once; with fewer shards than parts, some parts are empty.
 
-    Every row is in one of the parts. Where there are fewer shards than parts, some are empty. Raises UsageError when
-    there is no such part.
+    Raises UsageError when the part does not exist.
     """
     match = _PART.fullmatch(part)
     number, parts = (int(match[1]), int(match[2])) if match else (0, 0)
@@ -43,9 +43,9 @@ def resolve_part(part: str, rows: int, shard_size: int) -> Range:
 def shard_ranges(start: int, stop: int, shard_size: int, published: Iterable[Range]) -> list[Range]:
     """The shards that together hold [start, stop), in order.
 
-    A published shard that begins within the range is one of them, as it is: whether it is still right is for the caller
-    to find out. What is left is cut at multiples of `shard_size`, so that every split of a dataset on such multiples
-    gives the same shards.
+    A published shard that begins within the range is one of them; the caller checks whether its rows have changed. The
+    other rows are cut at multiples of `shard_size`, so that every split of a dataset on such multiples gives the same
+    shards.
     """
     there = sorted((first, last) for first, last in published if first < stop and last > start)
     ranges, at = [], start

@@ -1,7 +1,7 @@
-"""Precompute on a Ray cluster: shards as tasks, on whatever nodes have the GPUs, tried again when one dies.
+"""Precompute on a Ray cluster: shards as tasks, on any node with the GPUs, tried again when a node dies.
 
-A task that is tried again finds what it had published and goes on from there. Source, checkpoint and output must be
-reachable from every node: URLs, or paths of a shared file system.
+A task that is tried again finds its published shards and goes on from there. Every node must reach source, model and
+output: URLs, or paths of a shared file system.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from qie.shards.storage import published, rows_of
 from qie.stores import Folder
 
 RETRIES = 5
-"""How often a task is tried again after its worker or node died."""
+"""How often a task is tried again after its worker or node has died."""
 
 TASKS_PER_SLOT = 8
-"""Into how many tasks the work of each slot is cut: a few, to balance nodes, each of many shards, to overlap them."""
+"""Tasks per slot: several, to balance nodes, but each with many shards, to overlap them."""
 
 _opened: dict[str, tuple[Source, RowEncoder]] = {}
-"""In a worker: what the run it works for has opened there. Ray keeps workers, so weights are loaded once in each."""
+"""In a worker: the source and encoder of its run. Ray keeps workers, so each loads the weights once."""
 
 
 def precompute_on_ray(
@@ -54,16 +54,16 @@ def precompute_on_ray(
         opener: opens source and encoder in a worker; devices are numbered among the GPUs of its task.
         output: where the shards go; the same place on all nodes.
         rows: the half-open range of rows.
-        gpus: how many each task takes, see `gpus_of`; 0 for encoders on the CPU.
+        gpus: GPUs of each task, see `gpus_of`; 0 for encoders on the CPU.
         shard_size, settings, progress: see `precompute`.
 
     Raises:
         UsageError: Ray is not installed, or the cluster has too few GPUs.
-        QieError: as raised in a task, or that one died too often.
+        QieError: raised in a task, or because a task died too often.
     """
     ray = _ray()
     run = uuid.uuid4().hex
-    # Not the driver: it may stand on a node without GPUs, where `auto` would mean another recipe.
+    # Not in the driver: its node may have no GPU, where `auto` would mean another recipe.
     slots = _slots(ray, gpus)
     resources: dict[str, Any] = {"num_gpus": gpus, "num_cpus": 1, "max_retries": RETRIES}
     with _explained(ray):
@@ -87,7 +87,7 @@ def precompute_on_ray(
 
 
 def _together(reports: Sequence[Report], slots: int, seconds: float) -> Report:
-    """Of tasks of which `slots` run at once: a stage's workers are those of the slots, not of all tasks."""
+    """The report of all tasks. `slots` run at once: a stage's workers are those of the slots, not of all tasks."""
     whole = sum(reports, Report())
     loads = {
         name: replace(load, workers=max(1, load.workers * slots // len(reports))) for name, load in whole.loads.items()
@@ -96,7 +96,7 @@ def _together(reports: Sequence[Report], slots: int, seconds: float) -> Report:
 
 
 def _first(ray: Any, running: list[Any]) -> Any:
-    """The first task that is done, and the others. On Ctrl-C they are called off."""
+    """The first task that is done, and the others. Ctrl-C cancels them."""
     try:
         return ray.wait(running, num_returns=1)
     except BaseException:
@@ -106,7 +106,7 @@ def _first(ray: Any, running: list[Any]) -> Any:
 
 
 def gpus_of(*devices: str) -> int:
-    """How many GPUs a task takes whose encoders are on `devices`; `auto` is a GPU if the cluster has any."""
+    """How many GPUs a task needs for encoders on `devices`; `auto` is a GPU if the cluster has any."""
     some = bool(_ray().cluster_resources().get("GPU"))
     return len({"cuda:0" if device == "auto" else device for device in devices if device != "auto" or some} - {"cpu"})
 
@@ -163,5 +163,5 @@ def _explained(ray: Any) -> Iterator[None]:
         raise QieError(
             f"a task died, {RETRIES + 1} times over",
             found=" ".join(str(error).split())[:300],
-            hint="was a node out of memory? What is published stays; run the same command again to go on",
+            hint="was a node out of memory? Published shards stay; run the same command again to go on",
         ) from error

@@ -1,4 +1,4 @@
-"""What a run did, and what it spent its time on."""
+"""The report of a run: its counts, and where its time went."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from qie.stages import Load
 
 @dataclass
 class Report:
-    """What a run did, as it goes. Rows of several variants count as one row and as several samples.
+    """The counts of a run so far. A row with several variants counts as one row and several samples.
 
     Attributes:
-        rows: that are done: in a shard, or skipped.
-        encoded: samples that were encoded.
-        reused: samples that were there already, in their place or elsewhere.
-        skipped: rows, or variants of them, that cannot be encoded.
-        shards_written, shards_kept: written; left as they were.
-        shards_busy: that another run is writing, for which this one is waiting; 0 at the end.
+        rows: in a shard, or skipped.
+        encoded: samples encoded by this run.
+        reused: samples whose record existed, in their place or elsewhere.
+        skipped: rows, or variants of rows, that cannot be encoded.
+        shards_written, shards_kept: written by this run; left unchanged.
+        shards_busy: shards of another run that this one waits for; 0 at the end.
         bytes_written: of tars.
         clipped: values clipped to FP16's range.
-        loads: what each stage did.
-        seconds: since the first row; of processes side by side, the longest.
+        loads: the work of each stage.
+        seconds: since the first row; for several processes, the longest.
     """
 
     rows: int = 0
@@ -40,7 +40,7 @@ class Report:
     seconds: float = 0.0
 
     def __add__(self, other: Report) -> Report:
-        """Of two processes side by side."""
+        """The report of two processes together."""
         counts = {
             name: getattr(self, name) + getattr(other, name)
             for name in (
@@ -64,12 +64,12 @@ class Report:
 
     @property
     def bottleneck(self) -> str | None:
-        """The stage that was at work for the largest share of the time; None before anything was done."""
+        """The stage that worked for the largest share of the time; None before the first row."""
         busiest = max(self.loads, key=lambda name: self.loads[name].share(self.seconds), default=None)
         return busiest if busiest and self.loads[busiest].items else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For a log: counts, rates and the share of time that each stage was at work."""
+        """For a log: counts, rates, and the share of time in which each stage worked."""
         return {
             "seconds": round(self.seconds, 3),
             "rows": self.rows,
@@ -99,15 +99,15 @@ Progress = Callable[[Report], object]
 
 @dataclass
 class Pace:
-    """How long a run still takes.
+    """The time that remains to a run.
 
-    Of a run that was started again, rows that are there already come first. To compare them is quick and says nothing
-    of the others, so once samples are encoded only the time since then counts.
+    A run that was started again first compares its published rows. That is quick and says nothing about the others, so
+    from the first encoded sample on only the time since then counts.
 
     Attributes:
         total: rows of the run.
-        compared, compared_s: rows that were done, and seconds that had passed, before the first sample was encoded.
-        remaining_s: about; None before anything is known.
+        compared, compared_s: rows done, and seconds passed, before the first sample was encoded.
+        remaining_s: about; None before the first row.
     """
 
     total: int
@@ -117,7 +117,7 @@ class Pace:
     _encodes: bool = False
 
     def at(self, report: Report) -> bool:
-        """See how far a run is. True once: when it begins to encode behind rows that are there already."""
+        """Take in a report. True once: when the run begins to encode after published rows."""
         begins = not self._encodes and bool(report.encoded)
         self._encodes = self._encodes or begins
         done, seconds = report.rows, report.seconds

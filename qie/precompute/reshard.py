@@ -1,8 +1,8 @@
-"""Shards cut anew: merged, split, filtered or moved to another store, without encoding or decoding anything.
+"""Resharding: shards merged, split, filtered or moved to another store, without encoding or decoding.
 
-Records are copied byte for byte, each checked against its hash, through the writer that publishes last. Rows keep their
-numbers, so what comes out are the files that qie-precompute writes with that shard size. A row that is left out by a
-filter becomes a skipped one with its reason: the counts still add up.
+Records are copied byte for byte, each checked against its hash, through the shard writer. Rows keep their numbers, so
+the new files are those that qie-precompute writes with that shard size. A row that a filter leaves out becomes a
+skipped row with its reason: the counts still add up.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from qie.stores import File, Folder, LocalFolder
 
 _One = Entry | Skipped
 Account = tuple[Shard, _One]
-"""What a shard says of a variant of a row, under its new number."""
+"""The entry of a row's variant, or its skipped row, under its new number, with its shard."""
 
 _OPEN_SHARDS = 8
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which rows and samples are copied; all, unless it says otherwise.
+    """Which rows and samples are copied; by default all.
 
     Attributes:
-        rows: [start, stop), by their new numbers; other rows are not accounted for.
+        rows: [start, stop), by their new numbers; other rows are not in the new shards at all.
         source: name of the source whose samples are copied; the others' become skipped rows.
         dropped: keys of samples that become skipped rows.
     """
@@ -61,13 +61,13 @@ EVERYTHING = Choice()
 
 @dataclass
 class Resharded:
-    """What became of the shards.
+    """The outcome of resharding.
 
     Attributes:
-        shards, present: how many there are now, and how many of them were there already, as they should be.
-        samples, skipped: variants of rows that they hold, and that were skipped before.
+        shards, present: all shards of the output, and those that a run before had written.
+        samples, skipped: variants of rows in them, and those that were skipped before.
         left_out: variants of rows that the choice left out.
-        dropped: keys to be dropped that were found.
+        dropped: keys to drop that were found.
     """
 
     shards: int = 0
@@ -78,7 +78,7 @@ class Resharded:
     dropped: set[str] = field(default_factory=set)
 
     def count(self, before: Sequence[_One], after: Sequence[_One], dropped: frozenset[str]) -> None:
-        """Accounts of a shard before and after the choice."""
+        """Count the accounts of a shard before and after the choice."""
         samples = sum(isinstance(one, Entry) for one in after)
         skipped = sum(isinstance(one, Skipped) for one in before)
         self.samples, self.skipped = self.samples + samples, self.skipped + skipped
@@ -88,7 +88,7 @@ class Resharded:
 
 @dataclass(frozen=True)
 class _Origin:
-    """A shard to be copied from; `shift` is what its rows' numbers grow by."""
+    """A shard to copy from; its rows' numbers grow by `shift`."""
 
     index: File
     shift: int = 0
@@ -108,19 +108,19 @@ def reshard(
     renumber: bool = False,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Resharded:
-    """Copy shards into `output`, cut on a grid of `shard_size` rows. Shards that are there as they should be stay.
+    """Copy shards into `output`, cut on a grid of `shard_size` rows. Finished shards of a run before stay.
 
     Args:
         places: the index files of each place, see `qie.shards.storage.find_indexes`.
         output: another folder than those, empty or written to by the same call before.
-        choice: what is copied.
-        renumber: number the rows of each place on from those of the place before: for places of different sources.
-        progress: called with the shards done and their number.
+        choice: which rows and samples are copied.
+        renumber: let the rows of each place continue the numbers of the place before: for places of different sources.
+        progress: called with the shards done and their total.
 
     Raises:
         UsageError: two places hold the same rows, there is no row to copy, or `output` holds other shards.
         RecipeMismatchError: the shards are of several recipes, or those in `output` of another one.
-        ShardError, StoreError: a shard is damaged or busy, or a store refuses. What is published stays.
+        ShardError, StoreError: a shard is damaged or busy, or a store refuses. Published shards stay.
     """
     origins = _placed(places, renumber)
     recipe = _common_recipe(origins)
@@ -142,7 +142,7 @@ def reshard(
 
 
 def require_own(output: Folder, ranges: Collection[Range]) -> None:
-    """Raise UsageError when a folder holds shards of other rows than `ranges`: the two would overlap or be mixed."""
+    """Raise UsageError when a folder holds shards of other rows than `ranges`: they would overlap or mix."""
     own = set(ranges)
     foreign = [index for index in published(output) if rows_of(index) not in own]
     if foreign:
@@ -160,7 +160,7 @@ def _require_apart(output: Folder, origins: Iterable[_Origin]) -> None:
 
 
 def _root(folder: Folder) -> str:
-    """What two ways to write the same folder have in common."""
+    """One name for a folder, however it is written."""
     return str(folder.root.resolve()) if isinstance(folder, LocalFolder) else folder.url
 
 
@@ -193,7 +193,7 @@ def _common_recipe(origins: Sequence[_Origin]) -> Recipe:
 
 
 def _ranges(origins: Iterable[_Origin], shard_size: int, chosen: Range | None) -> Iterator[Range]:
-    """The shards to be written: whatever is covered, cut as qie-precompute would."""
+    """The shards to write: the covered rows, cut as qie-precompute does."""
     if shard_size < 1:
         raise UsageError("a shard holds at least one row", where="shard size", expected="≥ 1", found=shard_size)
     covered: list[Range] = []
@@ -211,7 +211,7 @@ def _ranges(origins: Iterable[_Origin], shard_size: int, chosen: Range | None) -
 
 
 def _accounts(origins: Sequence[_Origin], rows: Range, opened: Callable[[File], Shard]) -> Iterator[Account]:
-    """What the shards say of [start, stop), in the order of rows and variants."""
+    """The accounts of rows [start, stop), in the order of rows and variants."""
     start, stop = rows
     first = bisect_right(origins, start, key=lambda origin: origin.rows[1])
     for origin in takewhile(lambda origin: origin.rows[0] < stop, islice(origins, first, None)):
@@ -222,13 +222,13 @@ def _accounts(origins: Sequence[_Origin], rows: Range, opened: Callable[[File], 
 
 
 def _is_there(output: Folder, rows: Range, recipe: Recipe, accounts: Sequence[Account]) -> bool:
-    """Whether the shard is published with just this content. Raises RecipeMismatchError when it is another's."""
+    """Whether the shard is published with exactly this content. Raises RecipeMismatchError for another recipe."""
     file = File(output, f"{shard_stem(*rows)}.json")
     if file.size() is None:
         return False
     try:
         index = Shard(file).index
-    except ShardError:  # half of it is gone, or it is damaged: written again
+    except ShardError:  # half gone, or damaged: it is written again
         return False
     recipe.require_equal(index.recipe, file, "name an empty folder")
     hashes: dict[str, str] = {}

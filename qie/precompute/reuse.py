@@ -1,4 +1,4 @@
-"""Records that are there already, by key: in the output, and in the shards of older runs."""
+"""Published records by key, in the output and in the shards of older runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BUFFER = 1 << 14
 
 
 class Records:
-    """Where a record of a key may be found. A key holds its recipe, so whatever is found was made by the same one.
+    """Finds the record of a key. A key includes its recipe, so a record found is one of the same recipe.
 
-    In memory are the first 8 bytes of each key and the number of its shard: 12 bytes a record. Indexes are read when
-    the first record is looked for, and not parsed: they are searched for keys, which takes seconds for a million.
+    Memory holds the first 8 bytes of each key and the number of its shard: 12 bytes a record. The first look-up reads
+    the indexes. It does not parse them but searches them for keys, which takes seconds for a million.
 
     Args:
-        output: where this run writes; what it holds is found, too, unless `search_output` is false.
+        output: where this run writes. Its records are found, too, unless `search_output` is false.
         places: shards of older runs: folders, globs or brace patterns, paths or URLs.
 
     Raises:
@@ -48,7 +48,7 @@ class Records:
         self._lock = threading.Lock()
 
     def find(self, key: str) -> tuple[Entry, bytes] | None:
-        """The entry and the record of a key, checked against its hash; None when there is none.
+        """The entry and the record of a key, checked against its hash; None for an unknown key.
 
         Raises:
             ShardError: the shard that holds it is damaged.
@@ -76,9 +76,9 @@ class Records:
             return self._look_up(int(key[:16], 16))
 
     def keep(self, shard: Shard) -> None:
-        """Go on finding the records of a shard of the output that is about to be replaced: rows may have moved.
+        """Keep a shard of the output readable that is about to be replaced: its rows may have moved to other shards.
 
-        On a local disk only, and only of the last shards: to move rows far, write to another folder and reuse this one.
+        On a local disk only, and for the last shards only: to move rows far, write to a new folder and reuse this one.
         """
         shard.tar.keep_open()
         with self._lock:
@@ -87,7 +87,7 @@ class Records:
             self._kept[str(shard.file)] = shard
 
     def add(self, index: ShardIndex, file: File) -> None:
-        """A shard that this run has published."""
+        """Add a shard that this run has published."""
         with self._lock:
             self._indexes.append(file)
             self._recent.update((int(name[:16], 16), len(self._indexes) - 1) for name in index.files)
@@ -115,7 +115,7 @@ class Records:
         return numbers
 
     def _shards(self, number: int) -> Iterator[Shard]:
-        """A shard as it was when it was found, if this run has replaced it, and as it is now, if it is there."""
+        """A shard as it was before this run replaced it, if it has, and as it is now, if it exists."""
         file = self._indexes[number]
         with self._lock:
             kept = self._kept.get(str(file.with_suffix(".tar")))
@@ -134,7 +134,7 @@ class Records:
         yield shard
 
     def _replaced(self, number: int, shard: Shard) -> bool:
-        """Whether another shard lies now where this one did; if so it is forgotten, and what it held is encoded."""
+        """Whether another shard has taken the place of this one, which is then forgotten."""
         with self._lock:
             self._open.pop(number, None)
         file = self._indexes[number]
@@ -142,7 +142,7 @@ class Records:
 
 
 def _prefixes(index: File) -> np.ndarray:
-    """The first 8 bytes of all keys in an index; skipped rows' too, of which there is no record to be found."""
+    """The first 8 bytes of all keys in an index, those of skipped rows included, which have no record."""
     try:
         content = index.read()
     except MissingError:  # replaced by another run just now

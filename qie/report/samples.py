@@ -88,7 +88,7 @@ def _no_pictures() -> Html:
 
 def _card(card: Card) -> Html:
     entry = card.entry
-    name = f"row {entry.row}" + (f", version {entry.variant}" if entry.variant else "")
+    name = f"row {entry.row}" + (f", variant {entry.variant}" if entry.variant else "")
     target, _, controls = str(entry.shape).partition(" px from ")
     facts = {
         "name": foreign(entry.name, 80),
