@@ -169,7 +169,7 @@ def test_a_control_that_comes_again_after_other_rows_is_encoded_once(
     before = dict(encoded)
     remembered = [remembering.encode(row) for row in (one, other, again, third)]
     assert encoded["vae"] - before["vae"] == 4, "four different images in eight places"
-    assert encoded["vision"] - before["see"] == 2
+    assert encoded["vision"] - before["vision"] == 2
     alone = [fresh(encoder).encode(row) for row in (one, other, again, third)]
     digest = encoder.recipe.digest
     assert [encode(sample, digest) for sample in remembered] == [encode(sample, digest) for sample in alone]

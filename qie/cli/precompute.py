@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from qie.precompute import Report, Settings
     from qie.precompute.estimate import Estimate
     from qie.precompute.ranges import Range
-    from qie.precompute.report import Pace
     from qie.shards.index import Skipped
 
 
@@ -85,7 +85,6 @@ def main(
     from qie.libraries import quiet_libraries
     from qie.opening import open_encoder, open_rows, precompute_config, worker_configs
     from qie.precompute.estimate import estimate
-    from qie.precompute.report import Pace
     from qie.stores import open_folder
 
     config = load_config(config_path, [*overrides, *_devices(options)])
@@ -105,20 +104,9 @@ def main(
         _print_estimate(found, encoder.recipe.digest)
         _finish(found.skipped)
     with Progress("encoding", wanted[1] - wanted[0], "rows", quiet=quiet) as progress, JsonLog(log_path) as log:
-        pace = Pace(wanted[1] - wanted[0])
-        report = precompute_config(
-            config,
-            rows,
-            folder,
-            engine=options["engine"],
-            devices=devices,
-            rows=wanted,
-            shard_size=options["shard_size"],
-            settings=settings,
-            progress=_follower(pace, progress, log),
-        )
-        pace.at(report)
-        log.last(pace.to_dict() | report.to_dict())
+        run = partial(precompute_config, config, rows, folder, settings=settings, rows=wanted, devices=devices)
+        run = partial(run, engine=options["engine"], shard_size=options["shard_size"])
+        report = _followed(run, wanted[1] - wanted[0], progress, log)
     _print(report, folder)
     _finish(report.skipped)
 
@@ -158,14 +146,21 @@ def _settings(config: Config, options: dict[str, Any]) -> Settings:
     return Settings(variants=variants(config), **{name: options[name] for name in names})
 
 
-def _follower(pace: Pace, progress: Progress, log: JsonLog) -> Callable[[Report], None]:
+def _followed(run: Callable[..., Report], rows: int, progress: Progress, log: JsonLog) -> Report:
+    from qie.precompute.report import Pace
+
+    pace = Pace(rows)
+
     def follow(report: Report) -> None:
         if pace.at(report):
             progress.begin(pace.compared, pace.total)
         progress.at(report.rows, _note(report))
         log.at(lambda: pace.to_dict() | report.to_dict())
 
-    return follow
+    report = run(progress=follow)
+    pace.at(report)
+    log.last(pace.to_dict() | report.to_dict())
+    return report
 
 
 def _note(report: Report) -> str:
