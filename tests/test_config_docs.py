@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from qie.config import Config
-from qie.config.faults import section_in
+from qie.config.loading import section_in
 from tests.conftest import ROOT
 from tools.config_docs import MARKER, PAGE, page, words
 

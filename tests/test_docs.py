@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import PContext
 import qie
 import qie.legacy
 from qie.config import Config, load_config
-from qie.config.data import DataConfig
+from qie.config.schema import DataConfig
 from qie.encode.images import FORMATS
 from qie.encode.sizes import MAX_RATIO
 from qie.precompute.ray import RETRIES, TASKS_PER_SLOT

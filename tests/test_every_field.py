@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from qie.cli import precompute, predict, train
 from qie.config import Config, load_config
-from qie.config.faults import section_in
-from qie.config.section import Section
+from qie.config.loading import section_in
+from qie.config.schema import Section
 from tests.conftest import AREA_PX, ROOT
 
 QIE, CONFIG = str(ROOT / "qie"), str(ROOT / "qie" / "config")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from qie.config import Config
-from qie.config.section import MANY
+from qie.config.schema import MANY
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 MARKER = "<!-- From here on tools/config_docs.py writes. -->\n"

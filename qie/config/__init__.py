@@ -1,10 +1,9 @@
 """The configuration: a YAML file as frozen values, in which every field is one behaviour."""
 
-from qie.config.data import SourceConfig
-from qie.config.file import load_config, required
-from qie.config.sections import Config
-from qie.config.training import (
+from qie.config.loading import load_config, required
+from qie.config.schema import (
     AdapterConfig,
+    Config,
     LoggingConfig,
     LoraConfig,
     LossConfig,
@@ -12,6 +11,7 @@ from qie.config.training import (
     Quantization,
     SampleConfig,
     SchedulerConfig,
+    SourceConfig,
     TrainConfig,
 )
 

@@ -11,7 +11,7 @@ from typing import get_args
 
 from pydantic import BaseModel
 
-from qie.config.sections import Config
+from qie.config.schema import Config
 
 _ARGUMENTS = "optimizer.init_args"
 _BOTH = "none: qie-precompute writes latents and embeddings, always"

@@ -18,7 +18,7 @@ from diffusers.optimization import get_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from qie.config import OptimizerConfig, SchedulerConfig
-from qie.config.training import MAX_LR
+from qie.config.schema import MAX_LR
 from qie.errors import ConfigError
 from qie.training.model.sharding import all_whole, like, not_finite
 
