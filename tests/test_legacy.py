@@ -32,7 +32,7 @@ from qie.legacy import (
     load_config_from_yaml,
     loader,
 )
-from qie.legacy.cache import KINDS
+from qie.legacy.embedding_cache import KINDS
 from qie.legacy.names import INSTEAD
 from qie.legacy.trainer import SETTINGS, STATE
 from qie.precompute import precompute

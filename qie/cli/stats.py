@@ -180,9 +180,9 @@ def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, qu
 
 
 def _plan(indexes: Sequence[File], options: dict[str, Any], as_json: bool) -> None:
-    from qie.stats import plan_shards
+    from qie.stats import preview_epoch
 
-    plans = plan_shards(indexes, batch_size=options["batch_size"], world=options["world"])
+    plans = preview_epoch(indexes, batch_size=options["batch_size"], world=options["world"])
     if as_json:
         _print_json([plan.to_dict() for plan in plans])
         return

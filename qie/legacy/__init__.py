@@ -4,8 +4,8 @@ Each says in its docstring, behind "Now:", what to call instead. docs/migration.
 """
 
 from qie.errors import UsageError
-from qie.legacy.cache import EmbeddingCacheManager, check_cache_exists
 from qie.legacy.dataset import ImageDataset, loader
+from qie.legacy.embedding_cache import EmbeddingCacheManager, check_cache_exists
 from qie.legacy.names import INSTEAD, missing
 from qie.legacy.settings import CacheConfig, CacheType, load_config_from_yaml
 from qie.legacy.trainer import QwenImageEditTrainer

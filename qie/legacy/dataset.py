@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from qie.data.sources import open_source
 from qie.encode.images import decode_image
 from qie.errors import UsageError
-from qie.legacy.cache import KINDS, EmbeddingCacheManager
+from qie.legacy.embedding_cache import KINDS, EmbeddingCacheManager
 from qie.legacy.names import by_keys, ignored
 from qie.paths import local_path
 

@@ -23,8 +23,8 @@ from qie.devices import resolve_device, resolve_dtype
 from qie.encode import Encoder
 from qie.errors import GoneError, UsageError
 from qie.inference import Predictor, free, load_vae
-from qie.legacy.cache import check_cache_exists
 from qie.legacy.dataset import ImageDataset, pictures
+from qie.legacy.embedding_cache import check_cache_exists
 from qie.legacy.names import ignored, missing
 from qie.legacy.settings import changed, require_frozen
 from qie.opening import open_accelerator, open_encoder, open_predictor, open_rows, variants

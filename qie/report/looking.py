@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,18 +15,49 @@ from PIL import Image
 
 from qie.errors import QieError, ShardError
 from qie.report.latents import CHANNELS, LatentCounts, LatentStatistics
-from qie.report.pictures import Picture
 from qie.shards.index import Entry
 from qie.shards.reader import Shard, checked_sample
 from qie.shards.storage import rows_of
-from qie.stats.summary import Summary, one_line
+from qie.stats import Summary, one_line
 from qie.stores import File
+
+PICTURE_PX = 192
+"""Longest side; larger ones are made smaller, so that a hundred fit into a page."""
+
+_QUALITY = 88
 
 LOOKED_AT = 64
 """Records that are read, unless a larger gallery is asked for."""
 
 Decode = Callable[[torch.Tensor], Image.Image]
 """From a latent as it is stored, [C, 1, H, W], to the picture that it is of."""
+
+
+@dataclass(frozen=True)
+class SmallPicture:
+    """A JPEG and its size in pixels."""
+
+    width: int
+    height: int
+    jpeg: bytes
+
+    @classmethod
+    def of(cls, image: Image.Image) -> SmallPicture:
+        """An image, at most `PICTURE_PX` large."""
+        small = image.convert("RGB")
+        small.thumbnail((PICTURE_PX, PICTURE_PX), Image.Resampling.LANCZOS)
+        content = io.BytesIO()
+        small.save(content, "JPEG", quality=_QUALITY, subsampling=0, optimize=True)
+        return cls(small.width, small.height, content.getvalue())
+
+    @classmethod
+    def of_thumbnail(cls, thumbnail: torch.Tensor) -> SmallPicture:
+        """A sample's thumbnail, [h, w, 3] uint8."""
+        return cls.of(Image.fromarray(thumbnail.numpy()))
+
+    @property
+    def uri(self) -> str:
+        return f"data:image/jpeg;base64,{base64.b64encode(self.jpeg).decode()}"
 
 
 @dataclass(frozen=True)
@@ -39,7 +72,7 @@ class Card:
 
     entry: Entry
     prompt: str
-    picture: Picture | None
+    picture: SmallPicture | None
 
 
 @dataclass(frozen=True)
@@ -142,7 +175,7 @@ def _is_blamed(file: File, summary: Summary) -> bool:
     )
 
 
-def _picture(seen: _Seen, decode: Decode | None) -> Picture | None:
+def _picture(seen: _Seen, decode: Decode | None) -> SmallPicture | None:
     if seen.thumbnail is not None:
-        return Picture.of_thumbnail(seen.thumbnail)
-    return None if decode is None else Picture.of(decode(seen.latent))
+        return SmallPicture.of_thumbnail(seen.thumbnail)
+    return None if decode is None else SmallPicture.of(decode(seen.latent))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from qie.errors import UsageError
 from qie.paths import local_path, require_writable
-from qie.report import samples, sections
+from qie.report import sections
 from qie.report.looking import Look, look_at
 from qie.report.markup import Html, tag
 from qie.stats import Summary
@@ -62,10 +62,10 @@ def render(
         sections.coverage(summary),
         sections.section(
             "distributions",
-            tag("div", samples.lengths(summary), samples.latents(look.latents), class_="trio"),
+            tag("div", sections.lengths(summary), sections.latents(look.latents), class_="trio"),
             sections.sizes(summary),
         ),
-        samples.gallery(look, summary, other_vae),
+        sections.gallery(look, summary, other_vae),
         sections.skipped(summary),
         sections.recipes(summary),
     )

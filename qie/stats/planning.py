@@ -49,7 +49,7 @@ class EpochPlan:
         return self.padding_tokens / self.tokens if self.tokens else 0.0
 
 
-def plan_shards(indexes: Sequence[File], *, batch_size: int, world: int, seed: int = 0) -> list[EpochPlan]:
+def preview_epoch(indexes: Sequence[File], *, batch_size: int, world: int, seed: int = 0) -> list[EpochPlan]:
     """The first epoch over shards, for either treatment of the tail.
 
     Args:

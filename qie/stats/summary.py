@@ -1,12 +1,35 @@
-"""What shards hold, as one value that the table, the JSON and the page of qie-stats all show."""
+"""What shards hold, counted from their indexes, many at a time; their tars are read only to be verified.
+
+The table, the JSON and the page of qie-stats all show the same Summary.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
-from qie.errors import QieError
+import numpy as np
 
+from qie.errors import QieError
+from qie.recipe import Recipe
+from qie.shards.compact import Compact
+from qie.shards.index import ShardIndex, Skipped, parse_stem, read_index
+from qie.shards.reader import Shard
+from qie.shards.shard_set import current_compact, require_disjoint
+from qie.shards.storage import gaps
+from qie.shards.verify import compact_faults, lonely_tars, shard_faults
+from qie.stages import Pipeline, Stage
+from qie.stores import File, Folder, StoreError
+from qie.types import Shape
+
+REMOTE_READERS = 64
+LOCAL_READERS = 1
+"""More would only wait for one another: parsing an index holds Python's lock."""
+_SHARES = {"min": 0.0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99, "max": 1.0}
 LENGTH_BINS = 32
 
 Range = tuple[int, int]
@@ -103,3 +126,226 @@ class Summary:
 
 def one_line(error: QieError) -> str:
     return " ".join(str(error).split())
+
+
+def summarise(
+    indexes: Sequence[File], *, verify: bool = False, progress: Callable[[int], object] = lambda done: None
+) -> Summary:
+    """Summarise the shards of `indexes`; with `verify` all that they hold is read, as for training, and rehashed.
+
+    A shard that cannot be read is a fault in the summary; the others are still summarised.
+    """
+    sizes = _sizes(indexes)
+    remote = any(file.path is None for file in indexes)
+    readers = REMOTE_READERS if remote else (os.cpu_count() or 1) if verify else LOCAL_READERS
+    tally = Tally()
+    compacts = _compacts(indexes, tally.faults) if verify else {}
+
+    def opened(file: File) -> tuple[ShardIndex | None, list[str]]:
+        if verify:
+            return _verify(file, compacts.get(file.folder.url))
+        return _open(file, sizes[file.folder.url])
+
+    # Not a pool's `map`: that would hold all indexes that nobody has counted yet.
+    found = map(opened, indexes) if readers == 1 else Pipeline(Stage("open", opened, readers)).run(indexes)
+    for done, (file, (index, faults)) in enumerate(zip(indexes, found, strict=True), start=1):
+        if faults:
+            tally.blame(file, faults)
+        if index is not None:
+            tally.add(file, index)
+        progress(done)
+    return tally.summary()
+
+
+def _folders(indexes: Sequence[File]) -> list[Folder]:
+    return list({file.folder.url: file.folder for file in indexes}.values())
+
+
+def _sizes(indexes: Sequence[File]) -> dict[str, dict[str, int]]:
+    """The files of each folder, by its URL, in one request each; a web server lists none."""
+    sizes: dict[str, dict[str, int]] = {}
+    for folder in _folders(indexes):
+        try:
+            sizes[folder.url] = folder.listing()
+        except StoreError:
+            sizes[folder.url] = {}
+    return sizes
+
+
+def _open(file: File, sizes: Mapping[str, int]) -> tuple[ShardIndex | None, list[str]]:
+    try:
+        index = read_index(file)
+        if sizes.get(file.with_suffix(".tar").name) != index.filesize:
+            Shard(file)  # looks at the tar itself, and says what is wrong
+        return index, []
+    except QieError as error:
+        return None, [one_line(error)]
+
+
+_Current = tuple[Compact, dict[str, int]]
+
+
+def _compacts(indexes: Sequence[File], faults: list[str]) -> dict[str, _Current]:
+    """The compacted index of each folder that has one, by the folder's URL; and the faults of folders."""
+    compacts: dict[str, _Current] = {}
+    for folder in _folders(indexes):
+        try:
+            faults.extend(map(one_line, lonely_tars(folder, indexes)))
+            if compact := current_compact(folder):
+                compacts[folder.url] = compact
+        except QieError as error:
+            faults.append(one_line(error))
+    return compacts
+
+
+def _verify(file: File, compact: _Current | None) -> tuple[ShardIndex | None, list[str]]:
+    index: ShardIndex | None = None
+    faults: list[str] = []
+    try:
+        shard = Shard(file)
+        index = shard.index
+        faults.extend(map(one_line, shard_faults(shard)))
+        if compact and file.stem in compact[1]:
+            faults.extend(map(one_line, compact_faults(compact[0], compact[1][file.stem], shard)))
+    except QieError as error:
+        faults.append(one_line(error))
+    return index, faults
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """Half-open ranges in order, those that touch or overlap as one."""
+    result: list[Range] = []
+    for start, stop in sorted(ranges):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        else:
+            result.append((start, stop))
+    return result
+
+
+@dataclass
+class Tally:
+    """What was counted so far. The first three are by folder."""
+
+    ranges: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
+    faulty: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
+    skipped_in: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
+    shards: list[tuple[File, Range]] = field(default_factory=list)
+    named: list[File] = field(default_factory=list)
+    unhashed: int = 0
+    recipes: dict[str, Recipe] = field(default_factory=dict)
+    by_recipe: Counter[str] = field(default_factory=Counter)
+    records: int = 0
+    tar_bytes: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    skipped: list[tuple[str, Skipped]] = field(default_factory=list)
+    sources: Counter[str] = field(default_factory=Counter)
+    shapes: Counter[Shape] = field(default_factory=Counter)
+    tokens: Counter[int] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    tensor_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    clipped: list[int] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def add(self, file: File, index: ShardIndex) -> None:
+        entries = index.samples
+        self.shards.append((file, index.rows))
+        self.named.append(file)
+        self.ranges[file.folder.url].append(index.rows)
+        self.unhashed += index.this_sha256 is None
+        self.recipes.setdefault(index.recipe.digest, index.recipe)
+        self.by_recipe[index.recipe.digest] += 1
+        self.records += len(index.files)
+        self.tar_bytes += index.filesize
+        self.keys += [entry.key[:32].encode() for entry in entries]
+        self.skipped_in[file.folder.url] += [(gone.row, gone.row + 1) for gone in index.skipped]
+        self.skipped += [(str(file.with_suffix(".tar")), gone) for gone in index.skipped]
+        self.sources.update([entry.source for entry in entries])
+        self.shapes.update([entry.shape for entry in entries])
+        self.tokens.update([entry.tokens for entry in entries])
+        self.notes.update([note for entry in entries for note in entry.notes])
+        self.clipped += [entry.clipped for entry in entries if entry.clipped]
+        for entry in entries:
+            for name, size in entry.tensor_bytes.items():
+                self.tensor_bytes[name] += size
+
+    def blame(self, file: File, faults: Iterable[str]) -> None:
+        """Record what is wrong with a shard, which may be added or not."""
+        self.faults += faults
+        if rows := parse_stem(file.stem):  # of one that was renamed nothing else may be legible
+            self.faulty[file.folder.url].append(rows)
+        self.named.append(file)
+
+    def summary(self) -> Summary:
+        samples = len(self.keys)
+        tensor_bytes = dict(sorted(self.tensor_bytes.items(), key=lambda item: -item[1]))
+        buckets: Counter[str] = Counter()
+        for shape, count in self.shapes.items():
+            buckets[f"{shape.target[1] * 8}×{shape.target[0] * 8}"] += count
+        return Summary(
+            shards=len(self.shards),
+            unhashed=self.unhashed,
+            rows=samples + len(self.skipped),
+            samples=samples,
+            records=self.records,
+            duplicates=samples - len(np.unique(np.array(self.keys, "S32"))),
+            bytes=self.tar_bytes,
+            bytes_per_sample=self.tar_bytes / samples if samples else 0.0,
+            recipes=dict(self.by_recipe),
+            sources=dict(self.sources.most_common()),
+            skipped=dict(Counter(gone.reason for _, gone in self.skipped).most_common()),
+            skipped_rows=[(path, gone.row, gone.name, gone.reason) for path, gone in self.skipped],
+            shapes={str(shape): count for shape, count in self.shapes.most_common()},
+            buckets=dict(buckets.most_common()),
+            tokens=_percentiles(self.tokens),
+            lengths=_histogram(self.tokens),
+            recipe_fields={digest: recipe.to_dict() for digest, recipe in self.recipes.items()},
+            coverage=self._coverage(),
+            clipped=sum(self.clipped),
+            clipped_samples=len(self.clipped),
+            notes=dict(self.notes.most_common()),
+            ranges=merged(found for ranges in self.ranges.values() for found in ranges),
+            missing=list(gaps(self.named)),
+            tensor_bytes={name: size / samples for name, size in tensor_bytes.items()},
+            tensor_bytes_total=tensor_bytes,
+            faults=self.faults + _conflicts(self.shards, list(self.recipes.values())),
+        )
+
+    def _coverage(self) -> list[Coverage]:
+        folders = {**self.ranges, **self.faulty}
+        parts = (self.ranges, self.faulty, self.skipped_in)
+        return [Coverage(folder, *(merged(part.get(folder, ())) for part in parts)) for folder in folders]
+
+
+def _conflicts(shards: Sequence[tuple[File, Range]], recipes: Sequence[Recipe]) -> list[str]:
+    faults = []
+    try:
+        require_disjoint(shards)
+    except QieError as error:
+        faults.append(one_line(error))
+    for other in recipes[1:]:
+        first = recipes[0]
+        faults.append(f"recipes {first.digest} and {other.digest} are mixed: {'; '.join(first.explain(other))}")
+    return faults
+
+
+def _percentiles(counts: Counter[int]) -> dict[str, int]:
+    if not counts:
+        return {}
+    values = sorted(counts)
+    up_to = list(accumulate(counts[value] for value in values))
+    places = [round((up_to[-1] - 1) * share) for share in _SHARES.values()]
+    found = np.searchsorted(up_to, places, side="right").tolist()
+    return {name: values[number] for name, number in zip(_SHARES, found, strict=True)}
+
+
+def _histogram(counts: Counter[int]) -> list[tuple[int, int, int]]:
+    if not counts:
+        return []
+    low, high = min(counts), max(counts) + 1
+    width = -(-(high - low) // LENGTH_BINS)
+    bins = Counter[int]()
+    for value, count in counts.items():
+        bins[(value - low) // width] += count
+    edges = [(low + width * number, low + width * (number + 1)) for number in range(max(bins) + 1)]
+    return [(start, stop, bins[number]) for number, (start, stop) in enumerate(edges)]

@@ -13,7 +13,7 @@ from qie.data.epoch import plan_epoch
 from qie.errors import RecipeMismatchError, UsageError
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes
-from qie.stats import EpochPlan, plan_shards
+from qie.stats import EpochPlan, preview_epoch
 from tests.builders import make_recipe, make_sample, write_shard
 
 
@@ -27,7 +27,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 def plans(shards: Path, batch_size: int, world: int) -> list[EpochPlan]:
-    return plan_shards(find_indexes([shards]), batch_size=batch_size, world=world)
+    return preview_epoch(find_indexes([shards]), batch_size=batch_size, world=world)
 
 
 def test_steps_and_what_a_last_batch_lacks_follow_from_the_shapes(shards: Path) -> None:
