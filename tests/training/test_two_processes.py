@@ -112,6 +112,7 @@ def test_two_processes_train_as_one_does_and_their_checkpoints_move(
     assert losses(tmp_path / "one") == expected
 
 
+@pytest.mark.parametrize("alone", [ADAPTER], ids=["LoRA"], indirect=True, scope="module")
 def test_what_is_refused_ends_all_processes_with_one_message(
     alone: tuple[dict, Path], shards: Path, tmp_path: Path
 ) -> None:
