@@ -67,6 +67,8 @@ SIZES = {
 class Asleep(torch.nn.Module):
     """A transformer of one weight: its forward pass takes `STEP_S` and no work."""
 
+    transformer_blocks: tuple[torch.nn.Module, ...] = ()
+
     def __init__(self) -> None:
         super().__init__()
         self.gain = torch.nn.Parameter(torch.zeros(()))

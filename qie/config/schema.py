@@ -353,7 +353,7 @@ class TrainConfig(Section):
         1, gt=0, le=4096, description="Batches of each process per optimizer step."
     )
     gradient_checkpointing: bool | Annotated[int, Field(gt=0, le=1000)] = Field(
-        True, description="Compute blocks' activations again instead of keeping them; n: those of every n-th block."
+        True, description="Recompute blocks' activations instead of keeping them; n: those of every n-th block."
     )
     mixed_precision: Annotated[Literal["no", "bf16"], word("no")] = Field(
         "bf16", description="In which the model computes, and what is frozen is kept; no is float32."
@@ -371,7 +371,7 @@ class TrainConfig(Section):
         0,
         ge=0,
         le=1000,
-        description="So many blocks wait in host memory until they are computed; they are checkpointed.",
+        description="Offload the frozen weights of this many blocks to host memory; these blocks are checkpointed.",
     )
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(
         0, description="Of the order of samples, noise, dropout and the first weights: equal seeds are equal runs."

@@ -19,12 +19,11 @@ from qie.training.model.blocks import checkpointed_blocks
 from qie.training.model.load import empty_transformer, train_all_weights
 from qie.training.model.lora import add_lora
 
-# Of a quantised weight. nf4 has an 8-bit scale for each 64 weights; the others one for each row.
+# Bytes of a quantised weight. nf4 has an 8-bit scale for each 64 weights; the others have one for each row.
 _QUANTIZED_BYTES: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 1 / 64}
-# State of a trained weight, in copies of it, by what the class is called; AdamW's two where it is not known.
+# State of a trained weight, in copies of it, by the name of the optimizer's class; an unknown one is taken for AdamW.
 _STATES = {"SGD": 1, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0, "Muon": 1, "Prodigy": 4}
 _CONTEXT_BYTES = 1 << 30
-_PX_PER_TOKEN = 16 * 16
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class Parameters:
 
     Attributes:
         trained, frozen: altogether.
-        matrices: frozen ones that are in matrices of blocks: what is quantised, and what may wait in host memory.
-        image_inputs, text_inputs: of a block's adapters, widths of their inputs, for a token of either stream.
+        matrices: the frozen ones in matrices of blocks: these are quantised, and can be offloaded.
+        image_inputs, text_inputs: the summed widths of the inputs of a block's adapters, on either stream.
     """
 
     trained: int
@@ -45,7 +44,7 @@ class Parameters:
 
     @classmethod
     def of(cls, transformer: QwenImageTransformer2DModel) -> Parameters:
-        """Count; of a transformer that is not quantised, best one that takes no memory: `empty_transformer`."""
+        """Count those of a transformer that is not quantised; an `empty_transformer` takes no memory."""
         everything, blocks = list(transformer.parameters()), transformer.transformer_blocks
         inputs = {"image": 0, "text": 0}
         for name, module in blocks[0].named_modules():
@@ -63,7 +62,7 @@ class Parameters:
 
 
 def optimizer_bytes(class_path: str, trained_bytes: int) -> float:
-    """State of an optimizer for each trained number: 8-bit ones keep a byte where others keep such a number."""
+    """Bytes of an optimizer's state for each trained number: 8-bit ones keep a byte instead of such a number."""
     name = class_path.rpartition(".")[2]
     small = name.endswith("8bit")
     plain = name.removesuffix("8bit").removeprefix("Paged")
@@ -75,14 +74,15 @@ class Setup:
     """Everything that memory depends on.
 
     Attributes:
-        image_tokens: of target and controls of the largest sample, 16×16 pixels each.
-        text_tokens: of the longest prompt as Qwen2.5-VL gives it.
-        batch_size: of a process.
-        value_bytes: of a number that is computed with and of a frozen weight that is not quantised: 2 or 4.
-        trained_bytes: of a trained weight and of its gradient.
-        optimizer_bytes: of the optimizer's state for each trained number.
+        image_tokens: target and controls of the largest sample, 16×16 pixels a token.
+        text_tokens: the longest prompt, as Qwen2.5-VL gives it.
+        batch_size: per process.
+        value_bytes: 2 or 4 for a number in a computation, and for a frozen weight that is not quantised.
+        trained_bytes: a trained weight, and its gradient.
+        optimizer_bytes: the optimizer's state for each trained number.
         gradient_checkpointing, offload_blocks: see `checkpoint_activations`.
-        processes: which train together; `sharded`: each holds its part of the weights (FSDP) instead of all (DDP).
+        processes: the number that train together.
+        sharded: each process holds its part of the weights (FSDP) instead of all (DDP).
     """
 
     architecture: Architecture
@@ -109,13 +109,13 @@ def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, acc
     """Everything that a run's memory depends on. Wrong LoRA targets are refused here, before weights are read.
 
     Raises:
-        ConfigError: the adapter does not fit the transformer.
+        ConfigError: the adapter does not fit the transformer, or FSDP cannot spread its weights.
     """
     model, section = config.model, config.train
     sharded = accelerator.distributed_type == "FSDP"
     if sharded and (model.quantize in ("fp8", "int8") or section.offload_blocks):
         raise ConfigError(
-            "weights that are spread over processes can neither be fp8 or int8 nor wait in host memory",
+            "weights that are spread over processes can neither be fp8 or int8 nor be offloaded",
             where="model.quantize" if model.quantize else "train.offload_blocks",
             hint="set model.quantize to null or nf4 and train.offload_blocks to 0, or use configs/accelerate/ddp.yaml",
         )
@@ -147,14 +147,14 @@ def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, acc
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on a device. Only `weights`, `gradients` and `optimizer` follow from sizes alone; the rest is about right.
+    """Bytes on a device. `weights`, `gradients` and `optimizer` follow from sizes alone; the rest is approximate.
 
     Attributes:
         weights: frozen and trained.
-        gradients: of trained weights; with DDP also what it sends.
+        gradients: those of trained weights; with DDP also its buffers.
         optimizer: its state, and averaged weights.
-        activations: what the forward pass keeps for the backward pass.
-        workspace: the CUDA context, what a block computes on the way, and what the optimizer does.
+        activations: values that the forward pass keeps for the backward pass.
+        workspace: the CUDA context, and the intermediate values of a block or of the optimizer.
     """
 
     weights: float
@@ -168,7 +168,7 @@ class Estimate:
         return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
 
     def lines(self) -> list[str]:
-        """One for each part, and the total."""
+        """A line for each part, and one for the total."""
         parts = [(field.name, float(getattr(self, field.name))) for field in fields(self)]
         return [f"{name:<12}{_gb(value):>8}" for name, value in [*parts, ("total", self.total)]]
 
@@ -177,14 +177,14 @@ class Estimate:
 
 
 def kept_bytes(setup: Setup) -> float:
-    """What a block that is not checkpointed keeps of a batch for its backward pass.
+    """Bytes that a block without checkpointing keeps of a batch for its backward pass.
 
-    Read in diffusers' transformer_qwenimage and normalization. For each token, in numbers of the width d: the inputs of
-    two LayerNorms, of which autocast makes float32; of query and key each the value and, for the norm, its float32
-    form; query, key, value and outcome of the attention; the MLP's 4 d before its activation. Frozen linear layers keep
-    nothing of their input; an adapter does, autocast's copy of its own. Where all weights are trained, the inputs of
-    query, key and value (autocast: each its copy), of the MLP's layers and of the norms' scales; what was normalised,
-    for the modulation; and what both gates multiply. With zero_cond_t, an image token's own scales and gates.
+    Read in diffusers' transformer_qwenimage and normalization. A token keeps, in numbers of the width d: the inputs of
+    two LayerNorms, which autocast makes float32; query and key each with, for its norm, a float32 form; query, key,
+    value and output of the attention; the MLP's 4 d before its activation. Frozen linear layers keep nothing of their
+    input; an adapter keeps autocast's copy of its own. If all weights are trained: the inputs of query, key and value
+    (with autocast a copy each), of the MLP's layers and of the norms' scales; the normalised values, for the
+    modulation; and the values that both gates multiply. With zero_cond_t, an image token's own scales and gates.
     """
     value, width, parameters = setup.value_bytes, setup.architecture.width, setup.parameters
     of_queries = 2 * (4 if value == 4 else value + 4)
@@ -206,33 +206,35 @@ def estimate(setup: Setup) -> Estimate:
     parts = setup.processes if setup.sharded else 1
     matrix_bytes = _QUANTIZED_BYTES[setup.quantize] if setup.quantize else setup.value_bytes
     block = parameters.matrices * matrix_bytes / blocks
-    # While a block is computed again, the next waits and autograd still holds what the one before it needed.
-    waiting = max(setup.offload_blocks - 3, 0)
-    frozen = (parameters.frozen - parameters.matrices) * setup.value_bytes + block * (blocks - waiting)
+    # While a block is recomputed, the next is fetched, and autograd still holds the weights of the one before.
+    offloaded = max(setup.offload_blocks - 3, 0)
+    frozen = (parameters.frozen - parameters.matrices) * setup.value_bytes + block * (blocks - offloaded)
     gathered = 2 * block if parts > 1 else 0
     trained = parameters.trained * setup.trained_bytes
     gradients = trained / parts * (2 if setup.processes > 1 and not setup.sharded else 1)
     # Autocast's copies of trained weights last for the forward pass.
     casts = parameters.trained * setup.value_bytes / parts if setup.trained_bytes > setup.value_bytes else 0
-    again = len(checkpointed_blocks(blocks, setup.gradient_checkpointing, setup.offload_blocks))
+    checkpointed = len(checkpointed_blocks(blocks, setup.gradient_checkpointing, setup.offload_blocks))
     tokens = (setup.image_tokens + setup.text_tokens) * setup.batch_size * setup.architecture.width
     kept = kept_bytes(setup)
-    activations = casts + again * tokens * setup.value_bytes + (blocks - again + (1 if again else 0)) * kept
+    # A checkpointed block keeps its input; one at a time is recomputed.
+    recomputed = 1 if checkpointed else 0
+    activations = casts + checkpointed * tokens * setup.value_bytes + (blocks - checkpointed + recomputed) * kept
     # The MLP's values and their gradients, or queries in float32: about twelve numbers of the width for each token.
-    on_the_way = 12.0 * tokens * setup.value_bytes
-    # torch's optimizers work on all weights at once, when activations are gone.
+    intermediate = 12.0 * tokens * setup.value_bytes
+    # torch's optimizers work on all weights at once, when activations are freed.
     step = trained / parts - activations if setup.optimizer_bytes > 2 else 0
     return Estimate(
         weights=(frozen + trained) / parts + gathered,
         gradients=gradients,
         optimizer=parameters.trained / parts * (setup.optimizer_bytes + (4 if setup.ema else 0)),
         activations=activations,
-        workspace=_CONTEXT_BYTES + max(on_the_way, step),
+        workspace=_CONTEXT_BYTES + max(intermediate, step),
     )
 
 
 def advice(setup: Setup) -> list[str]:
-    """What to change in the configuration to need less, with what each change gains by itself; most first."""
+    """Changes of the configuration that need less, each with its own gain; the largest first."""
     now = estimate(setup).total
     gains = [(now - estimate(changed).total, change) for change, changed in _changes(setup)]
     return [f"{change}: {_gb(gain)} less" for gain, change in sorted(gains, reverse=True) if gain >= 0.01 * now]
@@ -270,12 +272,12 @@ def _changes(setup: Setup) -> list[tuple[str, Setup]]:
 
 
 def tell_memory(setup: Setup, device: torch.device, say: Callable[[str], object]) -> None:
-    """Say how much a run will take of a GPU; and what to change when that is more than is free."""
+    """Say how much of a GPU's memory a run will need, and what to change if that is more than is free."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)
     expected = estimate(setup)
-    say(f"about {expected.total / 1e9:.1f} GB of the GPU's memory will be needed; {free / 1e9:.1f} GB are free")
+    say(f"the run needs about {_gb(expected.total)} of the GPU's memory; {_gb(free)} are free")
     if expected.total > free:
         say("\n".join([*expected.lines(), "to need less:", *advice(setup)[:4]]))
 

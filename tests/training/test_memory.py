@@ -264,7 +264,7 @@ def test_a_run_on_a_gpu_says_what_it_needs_and_what_is_free_and_what_to_change(
     said: list[str] = []
     tell_memory(released[0], torch.device("cuda"), said.append)
     total = estimate(released[0]).total / 1e9
-    assert said[0] == f"about {total:.1f} GB of the GPU's memory will be needed; {free:.1f} GB are free"
+    assert said[0] == f"the run needs about {total:.1f} GB of the GPU's memory; {free:.1f} GB are free"
     parts = [*estimate(released[0]).lines(), "to need less:", *advice(released[0])[:4]]
     assert said[1:] == ([] if free > total else ["\n".join(parts)])
     tell_memory(released[0], torch.device("cpu"), pytest.fail)

@@ -1,4 +1,4 @@
-"""How the transformer's blocks run: which compute their activations again, which wait in host memory, compiled."""
+"""How the transformer's blocks run: activations recomputed, weights offloaded to host memory, compiled."""
 
 from __future__ import annotations
 
@@ -18,55 +18,55 @@ from qie.errors import ConfigError
 from qie.training.model.sharding import keep_from_ddp
 
 
-def offloaded_blocks(blocks: int, offload: int) -> list[int]:
-    """Which of `blocks` blocks wait in host memory: `offload` of them, spread evenly."""
-    return [number * blocks // offload for number in range(offload)]
+def offloaded_blocks(blocks: int, offload_blocks: int) -> list[int]:
+    """The numbers of the offloaded ones among `blocks` blocks: `offload_blocks` of them, spread evenly."""
+    return [number * blocks // offload_blocks for number in range(offload_blocks)]
 
 
-def checkpointed_blocks(blocks: int, every: int, offload: int = 0) -> list[int]:
-    """Which of `blocks` blocks compute their activations again: each `every`-th (0: none), and the offloaded ones."""
-    chosen = set(range(0, blocks, every)) if every else set()
-    return sorted(chosen | set(offloaded_blocks(blocks, offload)))
+def checkpointed_blocks(blocks: int, gradient_checkpointing: int, offload_blocks: int = 0) -> list[int]:
+    """The numbers of the checkpointed ones among `blocks` blocks: each n-th (0: none), and the offloaded ones."""
+    chosen = set(range(0, blocks, gradient_checkpointing)) if gradient_checkpointing else set()
+    return sorted(chosen | set(offloaded_blocks(blocks, offload_blocks)))
 
 
 def checkpoint_activations(
-    transformer: QwenImageTransformer2DModel, every: int, offload: int = 0, device: torch.device | None = None
+    transformer: QwenImageTransformer2DModel,
+    gradient_checkpointing: int,
+    offload_blocks: int = 0,
+    device: torch.device | None = None,
 ) -> None:
-    """Compute the activations of some blocks again in the backward pass instead of keeping them.
+    """Recompute the activations of some blocks in the backward pass instead of keeping them; offload weights.
 
-    Numbers do not change by a bit; of offloaded blocks on a CPU the last bits may, since copies lie elsewhere.
-    To be called once, after adapters were added and before the model is spread over processes; what is trained must not
-    change later.
+    Numbers do not change by a bit. Those of offloaded blocks on a CPU may change in the last bits, since copies lie at
+    other addresses. To be called once, after adapters were added and before the model is spread over processes. Which
+    parameters are trained must not change later.
 
     Args:
-        transformer: on any device. The offloaded weights leave it; the caller moves what remains to `device`.
-        every: those of each n-th block; 0: of none but the offloaded.
-        offload: so many blocks keep their frozen weight matrices in host memory, page-locked where `device` is a GPU,
-            and have them on the device only while they are computed. What is trained, and vectors, stay there.
-        device: where the model computes; None: where it is.
+        transformer: on any device. The offloaded weights leave it; the caller moves the rest to `device`.
+        gradient_checkpointing: n checkpoints each n-th block; 0 only the offloaded ones.
+        offload_blocks: this many blocks keep their frozen weight matrices in host memory, page-locked if `device` is a
+            GPU, and have them on the device only while they are computed. Trained weights and vectors stay resident.
+        device: the model computes there; None: it computes where it is.
 
     Raises:
-        ConfigError: there are fewer blocks, or their weights cannot wait in host memory.
+        ConfigError: the transformer has fewer blocks, or their weights cannot be offloaded.
     """
     blocks = list(transformer.transformer_blocks)
-    if offload > len(blocks):
+    if offload_blocks > len(blocks):
         raise ConfigError(
             "the transformer has fewer blocks",
             where="train.offload_blocks",
             expected=f"at most {len(blocks)}",
-            found=offload,
+            found=offload_blocks,
         )
-    chosen = {blocks[index] for index in checkpointed_blocks(len(blocks), every, offload)}
+    chosen = {blocks[number] for number in checkpointed_blocks(len(blocks), gradient_checkpointing, offload_blocks)}
 
     def run(block: nn.Module, *inputs: Any) -> Any:
         return checkpoint(block, *inputs, use_reentrant=False) if block in chosen else block(*inputs)
 
-    if offload:
-        _wait_in_host_memory(
-            transformer,
-            [blocks[index] for index in offloaded_blocks(len(blocks), offload)],
-            device or transformer.device,
-        )
+    if offload_blocks:
+        offloaded = [blocks[number] for number in offloaded_blocks(len(blocks), offload_blocks)]
+        _offload(transformer, offloaded, device or transformer.device)
     if chosen:
         transformer.enable_gradient_checkpointing(gradient_checkpointing_func=run)
 
@@ -74,9 +74,9 @@ def checkpoint_activations(
 def compile_blocks(transformer: QwenImageTransformer2DModel, backend: str | Callable[..., Any] = "inductor") -> None:
     """Run each block through torch.compile. To be called after adapters were added.
 
-    A block's `forward` is compiled, not its call as `compile_repeated_blocks` of diffusers does: what hangs on the
-    call, such as the hooks that bring weights from host memory or those of FSDP, stays outside. Sizes are dynamic from
-    the start: text lengths differ from batch to batch.
+    A block's `forward` is compiled, not its call as `compile_repeated_blocks` of diffusers does: hooks on the call,
+    such as those that fetch offloaded weights or those of FSDP, stay outside. Sizes are dynamic from the start: text
+    lengths differ from batch to batch.
     """
     # All blocks share their versions: with and without gradients, into the block and in it, of one sample and of more,
     # with a mask of the text and without. torch refuses to compile more than 8.
@@ -85,38 +85,36 @@ def compile_blocks(transformer: QwenImageTransformer2DModel, backend: str | Call
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=True, backend=backend)
 
 
-def _wait_in_host_memory(
-    transformer: QwenImageTransformer2DModel, blocks: Sequence[nn.Module], device: torch.device
-) -> None:
+def _offload(transformer: QwenImageTransformer2DModel, blocks: Sequence[nn.Module], device: torch.device) -> None:
     weights = [_frozen_matrices(block, device) for block in blocks]
     if not all(weights):
         raise ConfigError(
-            "a block has no frozen weights that could wait in host memory",
+            "a block has no frozen weights that could be offloaded to host memory",
             where="train.offload_blocks",
             hint="set it to 0, or train an adapter: model.lora",
         )
-    _Waiting(blocks, weights, device)
-    absent = {id(weight.absent) for some in weights for weight in some}
-    keep_from_ddp(transformer, [name for name, parameter in transformer.named_parameters() if id(parameter) in absent])
+    _Offloader(blocks, weights, device)
+    placeholders = {id(weight.placeholder) for some in weights for weight in some}
+    keep_from_ddp(transformer, [name for name, value in transformer.named_parameters() if id(value) in placeholders])
 
 
 @dataclass(frozen=True)
-class _Weight:
-    """A parameter that comes and goes.
+class _OffloadedWeight:
+    """A parameter that is resident only while its block is computed.
 
     Attributes:
         module, name: where it belongs.
-        host: it, in host memory.
-        absent: what stands there meanwhile: its shape in one element on the device. Whoever reads it gets NaN.
+        host: its value, in host memory.
+        placeholder: stands in its place otherwise: its shape in one element on the device. Whoever reads it gets NaN.
     """
 
     module: nn.Module
     name: str
     host: Tensor
-    absent: nn.Parameter
+    placeholder: nn.Parameter
 
 
-def _frozen_matrices(block: nn.Module, device: torch.device) -> list[_Weight]:
+def _frozen_matrices(block: nn.Module, device: torch.device) -> list[_OffloadedWeight]:
     """Vectors are left out: they are a thousandth of the bytes, and as many copies."""
     found = []
     for path, parameter in list(block.named_parameters()):
@@ -126,7 +124,7 @@ def _frozen_matrices(block: nn.Module, device: torch.device) -> list[_Weight]:
             # Its layers hand their weights to the backward pass past torch's hooks for saved tensors, so that each
             # would stay on the device from the forward pass to the end of the backward pass.
             raise ConfigError(
-                "4-bit weights cannot wait in host memory",
+                "4-bit weights cannot be offloaded to host memory",
                 where="train.offload_blocks",
                 found=f"{path} is {type(parameter).__name__}",
                 hint="set it to 0, or model.quantize to fp8",
@@ -135,24 +133,27 @@ def _frozen_matrices(block: nn.Module, device: torch.device) -> list[_Weight]:
         parts = [part.detach().cpu() for part in _parts(parameter)]
         host = _joined(parameter, [part.pin_memory() for part in parts] if device.type == "cuda" else parts)
         nothing = torch.tensor(math.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
-        found.append(_Weight(block.get_submodule(module), name, host, nn.Parameter(nothing, requires_grad=False)))
+        placeholder = nn.Parameter(nothing, requires_grad=False)
+        found.append(_OffloadedWeight(block.get_submodule(module), name, host, placeholder))
     return found
 
 
-class _Waiting:
-    """Weights of blocks that are on the device only while their block is computed, forward or again.
+class _Offloader:
+    """Makes the weights of blocks resident while their block is computed, in the forward pass and in recomputation.
 
-    What the backward pass of a block needs of its weights is held by autograd: of a checkpointed block that is what its
-    recomputation saved. So a block lets go of its weights when it returns, in the forward pass and in the recomputation
-    alike, and their memory is free when nobody needs it any more. Each time they come they are new parameters: autograd
-    may have saved the one before itself, not what was in it.
+    Autograd holds what the backward pass of a block needs of its weights: for a checkpointed block, what its
+    recomputation saved. So a block's weights are evicted when it returns, in the forward pass and in the recomputation
+    alike, and their memory is free when nobody needs it any more. Each fetch makes new parameters: autograd may have
+    saved the previous parameter itself, not its content.
 
-    diffusers' `enable_group_offload` is made for inference. It takes weights back after a module's forward, which the
-    recomputation leaves early by an exception, so that they stay; fetches ahead in the order of the forward pass; and
-    changes what is in a parameter, also in one that autograd saved.
+    diffusers' `enable_group_offload` is made for inference. It evicts weights after a module's forward, which the
+    recomputation leaves early by an exception, so that they stay; it fetches ahead in the order of the forward pass;
+    and it changes the content of a parameter, even of one that autograd saved.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], weights: list[list[_Weight]], device: torch.device) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], weights: list[list[_OffloadedWeight]], device: torch.device
+    ) -> None:
         self._device, self._weights = device, weights
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -160,12 +161,12 @@ class _Waiting:
         self._ahead: dict[int, tuple[list[nn.Parameter], torch.cuda.Event | None]] = {}
         self._last = -1
         for index, block in enumerate(blocks):
-            self._let_go(index)
-            block.register_forward_pre_hook(partial(self._bring, index))
-            # Recomputing ends by an exception as soon as all that is needed was computed.
-            block.register_forward_hook(partial(self._let_go, index), always_call=True)
+            self._evict(index)
+            block.register_forward_pre_hook(partial(self._make_resident, index))
+            # Recomputation ends by an exception as soon as it has computed all that is needed.
+            block.register_forward_hook(partial(self._evict, index), always_call=True)
 
-    def _bring(self, index: int, *_: object) -> None:
+    def _make_resident(self, index: int, *_: object) -> None:
         values, arrival = self._ahead.pop(index) if index in self._ahead else self._fetch(index)
         if arrival is not None:
             torch.cuda.current_stream(self._device).wait_event(arrival)
@@ -175,12 +176,12 @@ class _Waiting:
         if 0 <= following < len(self._weights) and following not in self._ahead:
             self._ahead[following] = self._fetch(following)
 
-    def _let_go(self, index: int, *_: object) -> None:
+    def _evict(self, index: int, *_: object) -> None:
         for weight in self._weights[index]:
-            setattr(weight.module, weight.name, weight.absent)
+            setattr(weight.module, weight.name, weight.placeholder)
 
     def _following(self, index: int) -> int:
-        """The offloaded block that comes next, by guess: a wrong one costs time alone.
+        """A guess which offloaded block is computed next: a wrong one costs only time.
 
         In the forward pass numbers rise, in the backward pass they fall.
         """
@@ -189,14 +190,14 @@ class _Waiting:
         return index + 1 if forward else index - 1
 
     def _fetch(self, index: int) -> tuple[list[nn.Parameter], torch.cuda.Event | None]:
-        """Copies on the device, and when they will have arrived; None: they have.
+        """Copies on the device, and the event of their arrival; None: they have arrived.
 
-        The memory belongs to the stream that computes, and the copy begins when what is queued there is done. So memory
-        that is let go is used again in order, without waiting for the host and without events for each tensor.
+        The memory belongs to the stream that computes, and the copy begins when the work queued there is done. So freed
+        memory is used again in order, without waiting for the host and without events for each tensor.
         """
         host = [weight.host for weight in self._weights[index]]
         sources = [_parts(value) for value in host]
-        # Painting may ask within inference mode for what training will use.
+        # Inference mode may fetch ahead what training will use.
         with torch.inference_mode(False), torch.no_grad():
             copies = [[torch.empty_like(part, device=self._device) for part in parts] for parts in sources]
             arrival = None
@@ -224,7 +225,7 @@ def _parts(tensor: Any) -> list[Tensor]:
 
 
 def _joined(like: Any, parts: Sequence[Tensor]) -> Tensor:
-    """A tensor as `like` is, of other parts."""
+    """A tensor like `like`, of other parts."""
     if not is_traceable_wrapper_subclass(like):
         return parts[0]
     names, context = like.__tensor_flatten__()

@@ -70,9 +70,7 @@ class TrainableModel:
             if self._lora
             else _all_trained(pretrained, config, weights)
         )
-        every = int(section.gradient_checkpointing)
-        if every or section.offload_blocks:
-            checkpoint_activations(self.transformer, every, section.offload_blocks, device)
+        checkpoint_activations(self.transformer, int(section.gradient_checkpointing), section.offload_blocks, device)
         if section.compile:
             compile_blocks(self.transformer)
         self.model: torch.nn.Module = self.transformer
