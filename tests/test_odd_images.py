@@ -357,6 +357,7 @@ def refused() -> dict[str, tuple[bytes, str]]:
         "half a BMP": (half("BMP"), " is damaged: "),
         "half a TIFF": (half("TIFF"), " is damaged: "),
         "PNG with a wrong checksum": (png(colour, 8, 2).replace(b"IDAT", b"IDAT\0", 1), " is damaged: "),
+        "PNG with a flipped bit": (png(colour, 8, 2, chunk(b"IDAT", b"flip")), " is damaged: "),
         "a PNG's first bytes": (saved(colour)[:8], " is no image"),
         "text": (b"a photograph of a cat\n", " is no image"),
         "empty": (b"", " is no image"),
