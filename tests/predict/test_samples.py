@@ -128,7 +128,7 @@ def test_adapters_of_the_configuration_are_part_of_what_qie_predict_generates(
     sample, settings = config.validation.samples[0], {"steps": 2, "cfg": 3.0}
     images = [Image.open(sample.images[0]).convert("RGB")]
     images_made = [
-        open_predictor(part, lora).sampler(images, sample.prompt, seed=sample.seed, **settings)
+        open_predictor(part, lora).generate(images, sample.prompt, seed=sample.seed, **settings)
         for part, lora in ((changed, tmp_path / "trained"), (changed, None), (config, tmp_path / "trained"))
     ]
     assert bits(images_made[:1]) == bits(open_samples(config, CPU)(transformer)[:1])
@@ -222,9 +222,9 @@ def test_no_text_encoder_stays_in_memory(config, checkpoint, controls) -> None:
     assert text_encoders() == before
     predictor = open_predictor(config, None)
     image = Image.open(controls[0]).convert("RGB")
-    kept = predictor.sampler([image], PROMPTS[0], steps=2)
+    kept = predictor.generate([image], PROMPTS[0], steps=2)
     assert text_encoders() == before + 1
-    freed = predictor.sampler([image], PROMPTS[0], steps=2, keep_encoder=False)
+    freed = predictor.generate([image], PROMPTS[0], steps=2, keep_encoder=False)
     assert text_encoders() == before
     assert bits([kept]) == bits([freed])
     assert sampler(load_transformer(checkpoint, torch.float32))
