@@ -28,7 +28,8 @@ from qie.errors import ModelError, RowError
 from qie.hashing import file_hashes
 from qie.precompute import precompute
 from qie.pretrained import content_hash, open_pretrained
-from qie.shards.record import encode, tensor_bytes
+from qie.shards.record import encode
+from qie.shards.tensors import tensor_bytes
 from qie.types import Row, Sample
 
 CPU = torch.device("cpu")
