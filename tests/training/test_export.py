@@ -1,4 +1,4 @@
-"""Adapters for other programs: names, scales, and images generated with them."""
+"""Adapters for other programs: names, scales, and what they compute with them; and merged into the weights."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ COMFYUI_OTHER = [
 EVERY_LAYER = ".*(" + "|".join(name.replace(".", r"\.") for name in COMFYUI_BLOCK + COMFYUI_OTHER) + ")"
 
 PLAIN = {"r": 4, "lora_alpha": 10.0}
+# Layers with ranks and alphas of their own, which only peft can make.
+PATTERNS = {"rank_pattern": {"to_k": 2}, "alpha_pattern": {"to_k": 7.0, r"transformer_blocks\.1\.attn\.to_q": 1.0}}
 KINDS = [
     pytest.param(PLAIN, id="plain"),
     pytest.param(PLAIN | {"use_rslora": True}, id="rslora"),
     pytest.param(PLAIN | {"target_modules": EVERY_LAYER}, id="every-layer"),
+    pytest.param(PLAIN | {"target_modules": ["to_q", "to_k"], **PATTERNS}, id="patterns"),
 ]
 DORA = pytest.param(PLAIN | {"use_dora": True}, id="dora")
 
@@ -56,7 +59,12 @@ def saved(tiny_edit: Path, tmp_path: Path):
     """A checkpoint's folder with an adapter of some kind, and the transformer that has it."""
 
     def save(**kind):
-        trained = trained_adapter(tiny_edit, **kind)
+        if "rank_pattern" in kind:
+            trained = transformer_of(tiny_edit)
+            trained.add_adapter(LoraConfig(**kind))
+            randomise(trained)
+        else:
+            trained = trained_adapter(tiny_edit, **kind)
         save_adapter(trained, tmp_path / "checkpoint")
         return tmp_path / "checkpoint", trained
 
@@ -64,7 +72,7 @@ def saved(tiny_edit: Path, tmp_path: Path):
 
 
 def loaded(model: Path, file: Path) -> QwenImageTransformer2DModel:
-    """What diffusers' pipeline makes of a file."""
+    """The transformer of diffusers' pipeline with the adapter of a file."""
     parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "processor"))
     pipe = diffusers.QwenImageEditPipeline(transformer=transformer_of(model), **parts)
     pipe.load_lora_weights(file.parent, weight_name=file.name)
@@ -90,23 +98,29 @@ def comfyui_weights(base: dict[str, torch.Tensor], file: Path) -> dict[str, torc
     return merged
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_diffusers_computes_the_same_with_the_file_for_comfyui(tiny_edit: Path, batch, saved, tmp_path, kind) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, DORA])
+def test_an_exported_adapter_computes_the_same_in_diffusers_in_comfyui_and_back_from_its_file(
+    tiny_edit: Path, batch, saved, tmp_path: Path, kind
+) -> None:
     folder, trained = saved(**kind)
-    export_adapter(folder, tmp_path / "out.safetensors", "comfyui")
-    found = call(loaded(tiny_edit, tmp_path / "out.safetensors"), batch)
-    assert off(found, call(trained, batch), call(transformer_of(tiny_edit), batch)) < 1e-5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_comfyui_s_sum_gives_the_merged_weights(tiny_edit: Path, saved, tmp_path: Path, kind) -> None:
-    folder, trained = saved(**kind)
-    export_adapter(folder, tmp_path / "out.safetensors", "comfyui")
-    found = comfyui_weights(transformer_of(tiny_edit).state_dict(), tmp_path / "out.safetensors")
+    out, expected, plain = tmp_path / "out.safetensors", call(trained, batch), call(transformer_of(tiny_edit), batch)
+    export_adapter(folder, out, "diffusers")
+    assert off(call(loaded(tiny_edit, out), batch), expected, plain) < 1e-5
+    if "use_dora" in kind:
+        out.unlink()
+        with pytest.raises(UsageError, match="DoRA") as caught:
+            export_adapter(folder, out, "comfyui")
+        assert "merge" in caught.value.hint and not out.exists()
+        return
+    export_adapter(folder, out, "comfyui")
+    assert off(call(loaded(tiny_edit, out), batch), expected, plain) < 1e-5
+    found = comfyui_weights(transformer_of(tiny_edit).state_dict(), out)
+    export_adapter(out, tmp_path / "back.safetensors", "diffusers")
+    assert off(call(loaded(tiny_edit, tmp_path / "back.safetensors"), batch), expected, plain) < 1e-5
     trained.fuse_lora()
     trained.unload_lora()
-    for name, expected in trained.state_dict().items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+    for name, weight in trained.state_dict().items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
 
 
 def test_every_layer_is_exported_under_comfyui_s_name(saved, tmp_path: Path) -> None:
@@ -118,30 +132,11 @@ def test_every_layer_is_exported_under_comfyui_s_name(saved, tmp_path: Path) -> 
     assert load_file(tmp_path / "out.safetensors").keys() == expected
 
 
-def test_layers_keep_ranks_and_alphas_of_their_own(tiny_edit: Path, batch, tmp_path: Path) -> None:
-    transformer = transformer_of(tiny_edit)
-    patterns = {"rank_pattern": {"to_k": 2}, "alpha_pattern": {"to_k": 7.0, r"transformer_blocks\.1\.attn\.to_q": 1.0}}
-    transformer.add_adapter(LoraConfig(r=4, lora_alpha=10, target_modules=["to_q", "to_k"], **patterns))
-    save_adapter(randomise(transformer), tmp_path)
-    for form in ("comfyui", "diffusers"):
-        export_adapter(tmp_path, tmp_path / f"{form}.safetensors", form)
-        found = call(loaded(tiny_edit, tmp_path / f"{form}.safetensors"), batch)
-        assert off(found, call(transformer, batch), call(transformer_of(tiny_edit), batch)) < 1e-5
-
-
-@pytest.mark.parametrize("kind", [*KINDS, DORA])
-def test_diffusers_computes_the_same_with_the_file_for_diffusers(
-    tiny_edit: Path, batch, saved, tmp_path: Path, kind
-) -> None:
-    folder, trained = saved(**kind)
-    export_adapter(folder, tmp_path / "out.safetensors", "diffusers")
-    found = call(loaded(tiny_edit, tmp_path / "out.safetensors"), batch)
-    assert off(found, call(trained, batch), call(transformer_of(tiny_edit), batch)) < 1e-5
-
-
 def test_files_for_diffusers_name_what_each_of_its_releases_asks_for_and_nothing_that_an_older_peft_lacks(
     saved, tmp_path: Path
 ) -> None:
+    # Settings without which a file means something else are kept under the names that peft has.
+    assert set(adapter_file._SCALE + adapter_file._LAYERS) <= set(LoraConfig().to_dict())
     folder, _ = saved(**PLAIN, use_rslora=True)
     export_adapter(folder, tmp_path / "out.safetensors", "diffusers")
     for path in (folder / ADAPTER_FILE, tmp_path / "out.safetensors"):
@@ -153,41 +148,22 @@ def test_files_for_diffusers_name_what_each_of_its_releases_asks_for_and_nothing
         assert settings["transformer.rank_pattern"] == settings["transformer.alpha_pattern"] == {}
 
 
-def test_dora_is_refused_for_comfyui_and_says_what_to_do(saved, tmp_path: Path) -> None:
-    folder, _ = saved(**PLAIN, use_dora=True)
-    with pytest.raises(UsageError, match="DoRA") as caught:
-        export_adapter(folder, tmp_path / "out.safetensors", "comfyui")
-    assert "merge" in caught.value.hint
-    assert not (tmp_path / "out.safetensors").exists()
-
-
-def test_a_file_of_another_program_becomes_one_of_diffusers(tiny_edit: Path, batch, saved, tmp_path: Path) -> None:
-    folder, trained = saved(**PLAIN)
-    export_adapter(folder, tmp_path / "foreign.safetensors", "comfyui")
-    export_adapter(tmp_path / "foreign.safetensors", tmp_path / "out.safetensors", "diffusers")
-    found = call(loaded(tiny_edit, tmp_path / "out.safetensors"), batch)
-    assert off(found, call(trained, batch), call(transformer_of(tiny_edit), batch)) < 1e-5
-
-
 @pytest.mark.parametrize("form", ["comfyui", "diffusers"])
-def test_the_factors_have_the_dtype_that_is_asked_for(saved, tmp_path: Path, form) -> None:
+def test_the_factors_have_the_dtype_that_is_asked_for_and_have_to_fit_into_it(saved, tmp_path: Path, form) -> None:
     folder, _ = saved(r=4, lora_alpha=10.1)  # of which neither half has the value
+    out = tmp_path / "out.safetensors"
     for dtype in (None, torch.float16, torch.bfloat16):
-        export_adapter(folder, tmp_path / "out.safetensors", form, dtype)
-        tensors = load_file(tmp_path / "out.safetensors")
+        export_adapter(folder, out, form, dtype)
+        tensors = load_file(out)
         assert {tensor.dtype for tensor in tensors.values() if tensor.ndim} == {dtype or torch.float32}
         alphas = {tensor.item() for tensor in tensors.values() if not tensor.ndim}
         assert alphas == ({torch.tensor(10.1).item()} if form == "comfyui" else set())
-
-
-def test_what_does_not_fit_into_float16_is_refused(saved, tmp_path: Path) -> None:
-    folder, _ = saved(**PLAIN)
     tensors = load_file(folder / ADAPTER_FILE)
     next(iter(tensors.values()))[0, 0] = 1e6
     save_file(tensors, tmp_path / "large.safetensors")
     with pytest.raises(QieError, match="not finite"):
-        export_adapter(tmp_path / "large.safetensors", tmp_path / "out.safetensors", "comfyui", torch.float16)
-    export_adapter(tmp_path / "large.safetensors", tmp_path / "out.safetensors", "comfyui", torch.bfloat16)
+        export_adapter(tmp_path / "large.safetensors", out, form, torch.float16)
+    export_adapter(tmp_path / "large.safetensors", out, form, torch.bfloat16)
 
 
 def test_the_adapter_is_found_in_a_checkpoint_a_run_or_a_file(tmp_path: Path) -> None:
@@ -196,25 +172,25 @@ def test_the_adapter_is_found_in_a_checkpoint_a_run_or_a_file(tmp_path: Path) ->
         (tmp_path / f"checkpoint-{step:06d}" / ADAPTER_FILE).touch()
     latest = tmp_path / "checkpoint-001000" / ADAPTER_FILE
     assert find_adapter(tmp_path) == find_adapter(latest) == find_adapter(latest.parent) == latest
+    for content in (b"", b"no safetensors"):
+        latest.write_bytes(content)
+        with pytest.raises(UsageError, match="cannot be read"):
+            export_adapter(latest, tmp_path / "out.safetensors", "comfyui")
     latest.unlink()
     for nothing in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(UsageError, match="no adapter"):
             find_adapter(nothing)
 
 
-@pytest.mark.parametrize("content", [b"", b"no safetensors"])
-def test_what_is_no_adapter_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "file.safetensors").write_bytes(content)
-    with pytest.raises(UsageError, match="cannot be read"):
-        export_adapter(tmp_path / "file.safetensors", tmp_path / "out.safetensors", "comfyui")
-
-
+@pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("kind", [*KINDS, DORA])
-def test_the_merged_transformer_predicts_what_base_and_adapter_do(
-    tiny_edit: Path, batch, saved, tmp_path, kind
+def test_the_merged_transformer_predicts_what_base_and_adapter_do_at_the_strength_asked_for(
+    tiny_edit: Path, batch, saved, tmp_path, kind, scale
 ) -> None:
     folder, trained = saved(**kind)
-    merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "merged")
+    if scale != 1:
+        trained.set_adapters(list(trained.peft_config), [scale])
+    merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "merged", scale=scale)
     weights = load_file(tmp_path / "merged" / "diffusion_pytorch_model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}, "not as they were stored"
     merged = QwenImageTransformer2DModel.from_pretrained(tmp_path / "merged")
@@ -222,54 +198,39 @@ def test_the_merged_transformer_predicts_what_base_and_adapter_do(
     assert off(call(merged, batch), call(trained, batch), call(transformer_of(tiny_edit), batch)) < 1e-4
 
 
-def test_a_merged_adapter_has_the_strength_that_is_asked_for(tiny_edit: Path, batch, saved, tmp_path: Path) -> None:
-    folder, trained = saved(**PLAIN)
-    merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "merged", scale=0.5)
-    trained.set_adapters(["default"], [0.5])
-    merged = QwenImageTransformer2DModel.from_pretrained(tmp_path / "merged")
-    assert off(call(merged, batch), call(trained, batch), call(transformer_of(tiny_edit), batch)) < 1e-4
-
-
 @pytest.mark.parametrize("kind", [KINDS[0], DORA])
 def test_merging_in_bfloat16_loses_little_more_than_rounding(tiny_edit: Path, saved, tmp_path: Path, kind) -> None:
     folder, _ = saved(**kind)
-    for dtype in (torch.float32, torch.bfloat16):
+    dtypes = (torch.float32, torch.bfloat16)
+    for dtype in dtypes:
         merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / str(dtype), dtype)
-    exact, found = (
-        load_file(tmp_path / str(dtype) / "diffusion_pytorch_model.safetensors")
-        for dtype in (torch.float32, torch.bfloat16)
-    )
+    exact, found = (load_file(tmp_path / str(dtype) / "diffusion_pytorch_model.safetensors") for dtype in dtypes)
     assert {weight.dtype for weight in found.values()} == {torch.bfloat16}
     for name, weight in exact.items():
         if re.search(r"attn\.to_[qkv]\.weight", name):
             rounding = (weight.bfloat16().float() - weight).std()
-            assert (found[name].float() - weight).std() < 2.2 * rounding, (
-                name
-            )  # rounding the base and the factors is in it
+            # Rounding the base and the factors is in it.
+            assert (found[name].float() - weight).std() < 2.2 * rounding, name
 
 
-def test_a_merge_that_fails_leaves_nothing_behind(tiny_edit: Path, saved, tmp_path: Path, monkeypatch) -> None:
-    folder, _ = saved(**PLAIN)
-
-    def full(transformer, target, **how):
-        (Path(target) / "half").touch()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(QwenImageTransformer2DModel, "save_pretrained", full)
-    with pytest.raises(QieError, match="cannot be written"):
-        merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "merged")
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+def full_disk(transformer, target, **how):
+    (Path(target) / "half").touch()
+    raise OSError(28, "No space left on device")
 
 
-def test_a_merge_replaces_nothing(tiny_edit: Path, saved, tmp_path: Path) -> None:
-    folder, _ = saved(**PLAIN)
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(UsageError, match="exists already"):
-        merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "mine")
-
-
-@pytest.mark.parametrize("fault", ["layer", "shape", "nan"])
-def test_an_adapter_that_cannot_be_merged_is_refused(tiny_edit: Path, saved, tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("layer", r"(?s)does not fit.*blocks\.59"),
+        ("shape", "(?s)does not fit.*size mismatch"),
+        ("nan", r"(?s)not finite.*attn\.to_"),
+        ("full disk", "(?s)cannot be written.*No space"),
+        ("exists", "exists already"),
+    ],
+)
+def test_a_merge_that_fails_says_why_and_leaves_nothing(
+    tiny_edit: Path, saved, tmp_path: Path, monkeypatch, fault: str, words: str
+) -> None:
     folder, _ = saved(**PLAIN)
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         metadata = file.metadata()
@@ -280,11 +241,15 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tiny_edit: Path, saved, tmp
         tensors = {name: torch.cat([tensor, tensor], dim=1) for name, tensor in tensors.items()}
     if fault == "nan":
         next(iter(tensors.values()))[0, 0] = float("nan")
+    if fault == "full disk":
+        monkeypatch.setattr(QwenImageTransformer2DModel, "save_pretrained", full_disk)
+    if fault == "exists":
+        (tmp_path / "merged").mkdir()
     save_file(tensors, folder / ADAPTER_FILE, metadata)
-    with pytest.raises(QieError, match="not finite" if fault == "nan" else "does not fit") as caught:
+    with pytest.raises(QieError, match=words):
         merge_adapter(open_pretrained(str(tiny_edit)), folder, tmp_path / "merged")
-    assert {"layer": "blocks.59", "shape": "size mismatch", "nan": "attn.to_"}[fault] in str(caught.value)
-    assert not (tmp_path / "merged").exists()
+    left = {path.name for path in tmp_path.rglob("*")} - {ADAPTER_FILE}
+    assert left == {"checkpoint"} | ({"merged"} if fault == "exists" else set())
 
 
 @pytest.fixture
@@ -313,15 +278,10 @@ def test_the_tool_exports_and_merges_the_latest_checkpoint_of_a_run(tool, tiny_e
     QwenImageTransformer2DModel.from_pretrained(tmp_path / "merged")
 
 
-def test_the_tool_tells_of_a_fault_in_one_line_and_by_its_exit_code(tool, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_tool_tells_of_a_fault_in_one_line_and_by_its_exit_code(tool, tmp_path: Path, capsys) -> None:
     assert tool(tmp_path, "--output", tmp_path / "out.safetensors") == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: no adapter found")
     for wrong in (["--merge"], ["--scale", "2"], ["--merge", "--model", "m", "--format", "comfyui"]):
         with pytest.raises(SystemExit, match="2"):
             tool(tmp_path, "--output", tmp_path / "out", *wrong)
-
-
-def test_settings_without_which_a_file_means_something_else_are_kept() -> None:
-    known = set(LoraConfig().to_dict())
-    assert set(adapter_file._SCALE + adapter_file._LAYERS) <= known

@@ -1,4 +1,4 @@
-"""Adapters: what they begin with, what is trained, and what is saved, loaded and refused."""
+"""Adapters: how they begin, what is trained, and what is saved, loaded and refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from qie.config import AdapterConfig, LoraConfig
@@ -18,12 +17,13 @@ from qie.training.model.adapter_file import ADAPTER_FILE
 from qie.training.model.lora import adapter_tensors, add_frozen_adapters, add_lora, load_adapter, save_adapter
 from tests.training.adapters import call, one_batch, randomise, trained_adapter, transformer_of
 
+# alpha is not r: an adapter without its alpha would be loaded at another strength.
+PLAIN = {"r": 4, "lora_alpha": 10.0}
 KINDS = [
-    # alpha is not r: an adapter without its alpha would be loaded at another strength.
-    pytest.param({"r": 4, "lora_alpha": 10.0}, id="plain"),
-    pytest.param({"r": 4, "lora_alpha": 10.0, "use_rslora": True}, id="rslora"),
-    pytest.param({"r": 4, "lora_alpha": 10.0, "use_dora": True}, id="dora"),
-    pytest.param({"r": 4, "lora_alpha": 10.0, "target_modules": r".*\.img_mlp\.net\.(0\.proj|2)"}, id="expression"),
+    pytest.param(PLAIN, id="plain"),
+    pytest.param(PLAIN | {"use_rslora": True}, id="rslora"),
+    pytest.param(PLAIN | {"use_dora": True}, id="dora"),
+    pytest.param(PLAIN | {"target_modules": r".*\.img_mlp\.net\.(0\.proj|2)"}, id="expression"),
 ]
 QUANTIZED = [None, "fp8", "int8", "nf4"]
 
@@ -36,6 +36,12 @@ def batch(photos: Path, encoder):
 def pipeline(folder: Path) -> diffusers.QwenImageEditPipeline:
     parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "processor"))
     return diffusers.QwenImageEditPipeline(transformer=transformer_of(folder), **parts)
+
+
+def with_lora(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **section):
+    transformer = transformer_of(folder)
+    add_lora(transformer, LoraConfig(**section), seed, dtype=dtype)
+    return transformer
 
 
 def weights(transformer) -> dict[str, torch.Tensor]:
@@ -54,28 +60,25 @@ def equal_but_for_rounding(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_diffusers_loads_the_adapter_and_computes_the_same(tiny_edit: Path, batch, tmp_path: Path, kind) -> None:
+def test_a_saved_adapter_is_the_same_in_diffusers_in_its_run_and_in_one_that_continues_from_it(
+    tiny_edit: Path, batch, tmp_path: Path, kind
+) -> None:
     trained = trained_adapter(tiny_edit, **kind)
-    save_adapter(trained, tmp_path)
-    pipe = pipeline(tiny_edit)
-    plain = call(pipe.transformer, batch)
-    pipe.load_lora_weights(tmp_path)
-
     expected = call(trained, batch)
-    assert (expected - plain).abs().max() > 0.1, "the adapter does nothing"
-    assert equal_but_for_rounding(call(pipe.transformer, batch), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_adapter_goes_back_into_a_run(tiny_edit: Path, batch, tmp_path: Path, kind) -> None:
-    trained = trained_adapter(tiny_edit, **kind)
     save_adapter(trained, tmp_path)
-    fresh = transformer_of(tiny_edit)
-    add_lora(fresh, LoraConfig(**kind), seed=9)
-    load_adapter(adapter_tensors(fresh), tmp_path)
-    assert same(weights(fresh), weights(trained))
+
+    resumed = with_lora(tiny_edit, seed=9, **kind)
+    load_adapter(adapter_tensors(resumed), tmp_path)
+    assert same(weights(resumed), weights(trained))
     # Both hold copies of the adapter, equally aligned, over a base of the same file.
-    assert torch.equal(call(fresh.eval(), batch), call(trained, batch))
+    assert torch.equal(call(resumed.eval(), batch), expected)
+    for path in (tmp_path, tmp_path / ADAPTER_FILE):
+        assert same(weights(with_lora(tiny_edit, **kind, continue_from=str(path))), weights(trained))
+
+    pipe = pipeline(tiny_edit)
+    assert (expected - call(pipe.transformer, batch)).abs().max() > 0.1, "the adapter does nothing"
+    pipe.load_lora_weights(tmp_path)
+    assert equal_but_for_rounding(call(pipe.transformer, batch), expected)
 
 
 def test_equal_adapters_are_equal_files_and_other_values_can_be_saved(tiny_edit: Path, tmp_path: Path) -> None:
@@ -92,29 +95,39 @@ def test_equal_adapters_are_equal_files_and_other_values_can_be_saved(tiny_edit:
     assert sum("magnitude" in name for name in saved) == len(saved) // 3
 
 
-@pytest.mark.parametrize("other", [{"r": 8}, {"r": 4, "target_modules": ["to_q"]}, {"r": 4, "use_dora": True}])
-def test_another_adapter_is_refused_and_changes_nothing(tiny_edit: Path, tmp_path: Path, other) -> None:
-    save_adapter(trained_adapter(tiny_edit, r=4), tmp_path)
-    run = transformer_of(tiny_edit)
-    add_lora(run, LoraConfig(**other), seed=0)
-    before = adapter_tensors(run)
-    with pytest.raises(QieError, match="other tensors") as caught:
-        load_adapter(adapter_tensors(run), tmp_path)
-    assert "transformer_blocks.0.attn" in str(caught.value) and "rank 4" in str(caught.value)
-    assert same(adapter_tensors(run), before)
+OTHERS = [
+    ({"r": 8}, ["rank 4", "attn.to_k.lora_A.weight is [4, 32], not [8, 32]"]),
+    ({"r": 4, "target_modules": ["to_q"]}, ["rank 4", "transformer_blocks.0.attn.to_k.lora_A.weight is too many"]),
+    ({"r": 4, "target_modules": ["to_q", "to_k", "to_v", "to_out.0", "proj_out"]}, ["proj_out.lora_A.weight is mis"]),
+    ({"r": 4, "use_dora": True}, ["lora_magnitude_vector", "is missing"]),
+]
+SCALED = [
+    (PLAIN | {"lora_alpha": 8.0}, ["scaled by 2.5", "scaled by 2", "lora_alpha has to be 10"]),
+    (PLAIN | {"use_rslora": True}, ["scaled by 5", "lora_alpha has to be 5"]),
+]
+
+
+@pytest.mark.parametrize(("section", "words"), [*OTHERS, *SCALED])
+def test_an_adapter_of_other_tensors_or_scale_is_refused_and_changes_nothing(
+    tiny_edit: Path, tmp_path: Path, section, words
+) -> None:
+    save_adapter(trained_adapter(tiny_edit, **PLAIN), tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        with_lora(tiny_edit, **section, continue_from=str(tmp_path))
+    assert all(word in str(refused.value) for word in ["model.lora.continue_from", ADAPTER_FILE, *words])
+    if (section, words) in OTHERS:  # a resumed run has compared the scales
+        run = adapter_tensors(with_lora(tiny_edit, **section))
+        before = {name: tensor.clone() for name, tensor in run.items()}
+        with pytest.raises(QieError, match="other tensors") as caught:
+            load_adapter(run, tmp_path)
+        assert all(word in str(caught.value) for word in words)
+        assert same(run, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantize", QUANTIZED)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param({}, id="gaussian"),
-        pytest.param({"init_lora_weights": "kaiming"}, id="kaiming"),
-        pytest.param({"use_dora": True}, id="dora"),
-    ],
-)
-def test_a_fresh_adapter_changes_nothing_and_only_it_is_trained(tiny_edit: Path, batch, kind, quantize, dtype) -> None:
+@pytest.mark.parametrize("kind", [{}, {"init_lora_weights": "kaiming"}, {"use_dora": True}], ids=str)
+def test_a_new_adapter_changes_nothing_and_only_it_is_trained(tiny_edit: Path, batch, kind, quantize, dtype) -> None:
     inputs = batch.to(torch.device("cpu"), dtype)
     transformer = transformer_of(tiny_edit, dtype, quantize=quantize).eval()
     expected = call(transformer, inputs)
@@ -135,16 +148,13 @@ def test_an_orthogonal_start_changes_nothing_but_rounding_though_no_matrix_is_ze
     add_lora(transformer, LoraConfig(r=4, init_lora_weights="orthogonal"), seed=0)
     assert all(weight.abs().max() > 0.01 for weight in weights(transformer).values())
     assert equal_but_for_rounding(call(transformer, batch), expected)
-
-
-def test_an_orthogonal_start_of_an_odd_rank_is_refused(tiny_edit: Path) -> None:
     with pytest.raises(ConfigError, match="even rank"):
         add_lora(transformer_of(tiny_edit), LoraConfig(r=3, init_lora_weights="orthogonal"), seed=0)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "kaiming", "orthogonal"])
-def test_what_an_adapter_begins_with_follows_from_its_seed_alone(tiny_edit: Path, kind) -> None:
-    def begun(seed: int, before: int) -> dict[str, torch.Tensor]:
+def test_the_first_weights_follow_from_the_seed_alone(tiny_edit: Path, kind) -> None:
+    def first(seed: int, before: int) -> dict[str, torch.Tensor]:
         transformer = transformer_of(tiny_edit)
         torch.manual_seed(before)
         expected = torch.rand(3)
@@ -153,13 +163,12 @@ def test_what_an_adapter_begins_with_follows_from_its_seed_alone(tiny_edit: Path
         assert torch.equal(torch.rand(3), expected), "the process's own random numbers are others"
         return weights(transformer)
 
-    assert same(begun(1, before=1), begun(1, before=2))
-    assert not same(begun(1, before=1), begun(2, before=1))
+    assert same(first(1, before=1), first(1, before=2))
+    assert not same(first(1, before=1), first(2, before=1))
 
 
 def test_the_adapter_is_kept_in_the_dtype_asked_for(tiny_edit: Path) -> None:
-    transformer = transformer_of(tiny_edit)
-    add_lora(transformer, LoraConfig(r=4, use_dora=True), seed=0, dtype=torch.bfloat16)
+    transformer = with_lora(tiny_edit, dtype=torch.bfloat16, r=4, use_dora=True)
     assert {parameter.dtype for parameter in weights(transformer).values()} == {torch.bfloat16}
     assert transformer.proj_out.weight.dtype == torch.float32
 
@@ -167,19 +176,8 @@ def test_the_adapter_is_kept_in_the_dtype_asked_for(tiny_edit: Path) -> None:
 @pytest.mark.parametrize("targets", [["to_qq"], ["to_q", "nothing"], "no.*such", r".*img_mlp\.net.*", "(", "", []])
 def test_a_target_that_names_no_linear_layer_is_refused_with_near_names(tiny_edit: Path, targets) -> None:
     with pytest.raises(ConfigError) as caught:
-        add_lora(transformer_of(tiny_edit), LoraConfig(target_modules=targets), seed=0)
-    assert "model.lora.target_modules" in str(caught.value)
-    assert "to_q" in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_continues_from_another_adapter(tiny_edit: Path, tmp_path: Path, kind) -> None:
-    first = trained_adapter(tiny_edit, **kind)
-    save_adapter(first, tmp_path)
-    for path in (tmp_path, tmp_path / ADAPTER_FILE):
-        second = transformer_of(tiny_edit)
-        add_lora(second, LoraConfig(**kind, continue_from=str(path)), seed=5)
-        assert same(weights(second), weights(first))
+        with_lora(tiny_edit, target_modules=targets)
+    assert "model.lora.target_modules" in str(caught.value) and "to_q" in str(caught.value)
 
 
 @pytest.mark.parametrize("style", ["no prefix", "kohya"])
@@ -193,48 +191,40 @@ def test_a_run_continues_from_an_adapter_of_others(tiny_edit: Path, batch, tmp_p
         alphas = {name.replace("lora_down.weight", "alpha") for name in state if "lora_down" in name}
         state |= {name: torch.tensor(10.0) for name in alphas}
     save_file(state, tmp_path / "lora.safetensors")
-    second = transformer_of(tiny_edit)
-    add_lora(second, LoraConfig(r=4, lora_alpha=4.0, continue_from=str(tmp_path / "lora.safetensors")), seed=5)
+    second = with_lora(tiny_edit, r=4, lora_alpha=4.0, continue_from=str(tmp_path / "lora.safetensors"))
     assert equal_but_for_rounding(call(second.eval(), batch), call(first, batch))
 
 
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"r": 8}, ["rank 4", "rank 8", "attn.to_k.lora_A.weight is [4, 32], not [8, 32]"]),
-        ({"r": 4, "target_modules": ["to_q"]}, ["to_k.lora_A.weight is too many"]),
-        ({"r": 4, "target_modules": ["to_q", "to_k", "to_v", "to_out.0", "proj_out"]}, ["proj_out.lora_A.weight is"]),
-        ({"r": 4, "lora_alpha": 8.0}, ["scaled by 2.5", "scaled by 2", "lora_alpha has to be 10"]),
-        ({"r": 4, "lora_alpha": 10.0, "use_rslora": True}, ["scaled by 5", "lora_alpha has to be 5"]),
-    ],
-)
-def test_an_adapter_that_is_not_the_one_described_is_not_continued(tiny_edit: Path, tmp_path: Path, section, words):
-    save_adapter(trained_adapter(tiny_edit, r=4, lora_alpha=10.0), tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        add_lora(transformer_of(tiny_edit), LoraConfig(**section, continue_from=str(tmp_path)), seed=0)
-    assert all(word in str(caught.value) for word in ["model.lora.continue_from", ADAPTER_FILE, *words])
+FAULTS = {
+    "missing": (None, "no such adapter"),
+    "noise": (b"no safetensors", "cannot be read"),
+    "DoRA of others": ({"diffusion_model.img_in.dora_scale": torch.ones(1)}, "cannot be read"),
+    "another model": (
+        {
+            f"transformer.somewhere.lora_{one}.weight": torch.ones(shape)
+            for one, shape in (("A", (2, 32)), ("B", (32, 2)))
+        },
+        "somewhere",
+    ),
+    "half a layer": ("transformer_blocks.0.attn.to_q.lora_B.weight", "to_q.lora_B"),
+}
 
 
-def write_nothing(path: Path) -> None:
-    pass
-
-
-def write_noise(path: Path) -> None:
-    path.write_bytes(b"no safetensors")
-
-
-def write_dora_of_others(path: Path) -> None:
-    save_file({"diffusion_model.img_in.dora_scale": torch.ones(1)}, path)
-
-
-@pytest.mark.parametrize("write", [write_nothing, write_noise, write_dora_of_others])
-def test_what_is_no_readable_adapter_is_refused(tiny_edit: Path, tmp_path: Path, write) -> None:
-    path = tmp_path / "lora.safetensors"
-    write(path)
-    with pytest.raises(ConfigError, match=r"model\.lora\.continue_from|cannot be read"):
-        add_lora(transformer_of(tiny_edit), LoraConfig(continue_from=str(path)), seed=0)
-    with pytest.raises(ConfigError, match=r"model\.adapters\.0\.path|cannot be read"):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_that_is_no_adapter_of_the_model_is_refused_by_its_place(tiny_edit: Path, tmp_path: Path, fault) -> None:
+    path, (content, words) = tmp_path / "lora.safetensors", FAULTS[fault]
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, str):
+        state = adapter_tensors(trained_adapter(tiny_edit, r=4))
+        save_file({name: tensor for name, tensor in state.items() if name != content}, path)
+    elif content:
+        save_file(content, path)
+    with pytest.raises(ConfigError, match=words) as continued:
+        with_lora(tiny_edit, continue_from=str(path))
+    with pytest.raises(ConfigError, match=words) as frozen:
         add_frozen_adapters(transformer_of(tiny_edit), [AdapterConfig(path=str(path))])
+    assert "model.lora.continue_from" in str(continued.value) and "model.adapters.0.path" in str(frozen.value)
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # the pipeline's, which has several as well
@@ -242,18 +232,15 @@ def test_what_is_no_readable_adapter_is_refused(tiny_edit: Path, tmp_path: Path,
 def test_frozen_adapters_take_part_at_their_scale_and_are_neither_trained_nor_saved(
     tiny_edit: Path, batch, tmp_path: Path, frozen_first
 ) -> None:
-    adapters = []
-    pipe = pipeline(tiny_edit)
+    pipe, transformer, adapters = pipeline(tiny_edit), transformer_of(tiny_edit), []
     kinds = [{"r": 2, "lora_dropout": 0.5}, {"r": 3, "lora_alpha": 5.0, "target_modules": ["to_q", "img_mod.1"]}]
     for number, kind in enumerate(kinds):
         save_adapter(trained_adapter(tiny_edit, seed=number, **kind), tmp_path / str(number))
         adapters.append(AdapterConfig(path=str(tmp_path / str(number)), scale=0.5 - number))
         pipe.load_lora_weights(tmp_path / str(number), adapter_name=str(number))
-    section = LoraConfig(r=4, lora_alpha=10.0)
-    transformer = transformer_of(tiny_edit)
     if frozen_first:
         add_frozen_adapters(transformer, adapters)
-    add_lora(transformer, section, seed=1)
+    add_lora(transformer, LoraConfig(**PLAIN), seed=1)
     if not frozen_first:
         add_frozen_adapters(transformer, adapters)
     assert weights(transformer) and all(".default." in name for name in weights(transformer))
@@ -266,21 +253,11 @@ def test_frozen_adapters_take_part_at_their_scale_and_are_neither_trained_nor_sa
     assert len(load_file(tmp_path / "trained" / ADAPTER_FILE)) == len(weights(transformer))
     pipe.load_lora_weights(tmp_path / "trained", adapter_name="trained")
     pipe.set_adapters(["0", "1", "trained"], [0.5, -0.5, 1.0])
-    expected = call(pipe.transformer.eval(), batch)
-    assert equal_but_for_rounding(call(transformer, batch), expected)
-
-
-def test_a_frozen_adapter_of_another_model_is_refused(tiny_edit: Path, tmp_path: Path) -> None:
-    names = ["transformer.somewhere.else.lora_A.weight", "transformer.somewhere.else.lora_B.weight"]
-    save_file(dict(zip(names, (torch.ones(2, 32), torch.ones(32, 2)), strict=True)), tmp_path / "lora.safetensors")
-    with pytest.raises(ConfigError) as caught:
-        add_frozen_adapters(transformer_of(tiny_edit), [AdapterConfig(path=str(tmp_path / "lora.safetensors"))])
-    assert "somewhere.else" in str(caught.value) and "model.adapters.0.path" in str(caught.value)
+    assert equal_but_for_rounding(call(transformer, batch), call(pipe.transformer.eval(), batch))
 
 
 @pytest.mark.parametrize("quantize", QUANTIZED)
 def test_the_libraries_say_nothing(tiny_edit: Path, tmp_path: Path, quantize, caplog, capfd) -> None:
-    section = LoraConfig(r=4, use_dora=True)
     save_adapter(trained_adapter(tiny_edit, r=4, use_dora=True), tmp_path)
     # What they say when they are first imported is not this test's: it is done by now.
     transformer_of(tiny_edit, quantize=quantize)
@@ -289,9 +266,8 @@ def test_the_libraries_say_nothing(tiny_edit: Path, tmp_path: Path, quantize, ca
         warnings.simplefilter("error")
         transformer = transformer_of(tiny_edit, quantize=quantize)
         add_frozen_adapters(transformer, [AdapterConfig(path=str(tmp_path))])
-        add_lora(transformer, section.model_copy(update={"continue_from": str(tmp_path)}), seed=0)
+        add_lora(transformer, LoraConfig(r=4, use_dora=True, continue_from=str(tmp_path)), seed=0)
         save_adapter(transformer, tmp_path / "again")
         load_adapter(adapter_tensors(transformer), tmp_path / "again")
     assert caplog.text == "" and capfd.readouterr() == ("", "")
-    with safe_open(tmp_path / "again" / ADAPTER_FILE, "pt") as opened:
-        assert len(list(opened.keys())) == 3 * 8
+    assert len(load_file(tmp_path / "again" / ADAPTER_FILE)) == 3 * 8

@@ -1,19 +1,20 @@
-"""The transformer: loaded in several ways, and called on batches."""
+"""The transformer: called on padded prompts, with an attention backend, and with all its weights trained."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
-from qie.config import AdapterConfig, LoraConfig
+from qie.config import AdapterConfig
 from qie.data.sources import open_source
 from qie.errors import ConfigError
 from qie.training.model.load import train_all_weights
-from qie.training.model.lora import add_frozen_adapters, add_lora, save_adapter
-from tests.training.adapters import batch_of, call, one_batch, transformer_of
+from qie.training.model.lora import add_frozen_adapters, save_adapter
+from tests.training.adapters import batch_of, call, one_batch, trained_adapter, transformer_of
 
 
 @pytest.fixture(autouse=True)
@@ -24,32 +25,20 @@ def _no_backend_stays():
     _AttentionBackendRegistry._active_backend = before
 
 
-@pytest.fixture(scope="module")
-def batch(photos: Path, encoder):
-    return one_batch(photos, encoder)
-
-
 def test_padding_of_prompts_changes_no_prediction(tiny_edit: Path, photos: Path, encoder) -> None:
     """Two samples of one shape and different prompt lengths, alone and together."""
-    from dataclasses import replace
-
-    source = open_source(photos)
-    row = source.read(0)
-    samples = [
-        encoder.encode(replace(row, prompt=prompt)) for prompt in ("short", "a much longer instruction than that")
-    ]
+    row = open_source(photos).read(0)
+    prompts = ("short", "a much longer instruction than that")
+    samples = [encoder.encode(replace(row, prompt=prompt)) for prompt in prompts]
     transformer = transformer_of(tiny_edit)
-
-    def predict(chosen):
-        return call(transformer, batch_of(chosen))
-
-    together = predict(samples)
-    alone = torch.cat([predict([sample]) for sample in samples])
+    together = call(transformer, batch_of(samples))
+    alone = torch.cat([call(transformer, batch_of([sample])) for sample in samples])
     assert (alone[0] - alone[1]).abs().max() > 0.05, "the prompts have no effect"
     assert (together - alone).abs().max() < 1e-4 * alone.std()
 
 
-def test_the_attention_backend_is_the_one_asked_for_and_predicts_the_same(tiny_edit: Path, batch, monkeypatch) -> None:
+def test_the_attention_backend_is_the_one_asked_for_and_predicts_the_same(tiny_edit: Path, photos, encoder) -> None:
+    batch = one_batch(photos, encoder)
     expected = call(transformer_of(tiny_edit), batch)
     transformer = transformer_of(tiny_edit, attention_backend="_native_math")
     processors = [block.attn.processor for block in transformer.transformer_blocks]
@@ -81,17 +70,11 @@ def test_all_weights_can_be_trained_in_a_dtype_of_their_own(tiny_edit: Path) -> 
     assert {parameter.dtype for parameter in transformer.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("kind", ["fp8", "nf4"])
-def test_quantised_weights_are_not_trained_themselves(tiny_edit: Path, kind) -> None:
-    with pytest.raises(ConfigError, match="quantised"):
-        train_all_weights(transformer_of(tiny_edit, quantize=kind), torch.float32)
-
-
-def test_weights_that_adapters_lie_on_are_not_trained_themselves(tiny_edit: Path, tmp_path: Path) -> None:
-    source = transformer_of(tiny_edit)
-    add_lora(source, LoraConfig(r=2), seed=0)
-    save_adapter(source, tmp_path)
-    transformer = transformer_of(tiny_edit)
-    add_frozen_adapters(transformer, [AdapterConfig(path=str(tmp_path))])
-    with pytest.raises(ConfigError, match="merge"):
+@pytest.mark.parametrize(("kind", "words"), [("fp8", "quantised"), ("nf4", "quantised"), ("adapters", "merge")])
+def test_weights_that_are_quantised_or_adapted_are_not_trained_themselves(tiny_edit, tmp_path, kind, words) -> None:
+    transformer = transformer_of(tiny_edit, quantize=None if kind == "adapters" else kind)
+    if kind == "adapters":
+        save_adapter(trained_adapter(tiny_edit, r=2), tmp_path)
+        add_frozen_adapters(transformer, [AdapterConfig(path=str(tmp_path))])
+    with pytest.raises(ConfigError, match=words):
         train_all_weights(transformer, torch.float32)
