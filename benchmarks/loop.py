@@ -32,9 +32,9 @@ from measuring import parser as common
 from samples import exhaust, write_shards
 
 from qie.config import Config
-from qie.data import open_stream
 from qie.pretrained import PretrainedModel
 from qie.recipe import FAMILIES
+from qie.streams import open_stream
 from qie.training.objective import Objective, drop_captions
 from qie.training.processes import stop_requested
 from qie.training.run import Run

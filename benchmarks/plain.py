@@ -17,8 +17,8 @@ from PIL import Image
 from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from qie.data import open_stream
 from qie.data.sources import open_source
+from qie.streams import open_stream
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     python benchmarks/plan.py [--samples 1000000 10000000] [--shapes 1 40] [--runs 3]
 
-plan:     `qie.data.epoch.plan_epoch`, batches of 8, by order. Memory is what it takes at most beside the columns.
+plan:     `qie.data.plan.plan_epoch`, batches of 8, by order. Memory is what it takes at most beside the columns.
     Beside: random.shuffle of a list of positions, put into lists by shape in a dict, cut into tuples, which are
     shuffled; without lengths, versions, weights or tails. Each ratio is of two plans in turn, one run after another.
 padding:  tokens that stand for nothing, per prompt token, of lengths evenly from 10 to 1,400.
@@ -21,7 +21,7 @@ import numpy as np
 from measuring import Results, Row, absolute, beside, figure, in_turn, seconds
 from measuring import parser as common
 
-from qie.data.epoch import Plan, held_out, plan_epoch
+from qie.data.plan import Plan, held_out, plan_epoch
 from qie.shards.table import Columns
 from qie.types import Shape
 

@@ -114,7 +114,7 @@ def exhaust(batches: Iterable[object]) -> None:
 
 def opened(folder: Path, verify: str, shuffled: bool = True) -> Stream:
     samples = ShardSet.open([folder / "shards"], verify=verify)  # type: ignore[arg-type]
-    return Stream(samples, 1, order="shuffle" if shuffled else "sequence")
+    return Stream.over(samples, 1, order="shuffle" if shuffled else "sequence")
 
 
 def reader(stream: Stream, count: int) -> Callable[[], None]:
@@ -177,7 +177,7 @@ def waiting(folder: Path, count: int, runs: int) -> list[Row]:
 
 
 _STARTS = {
-    "qie": "from qie.data import open_stream\nnext(iter(open_stream({shards!r})))",
+    "qie": "from qie.streams import open_stream\nnext(iter(open_stream({shards!r})))",
     "webdataset": "import torch, webdataset\nfrom safetensors.torch import load\n"
     "sample = next(iter(webdataset.WebDataset({tars!r}, shardshuffle=False)))\n"
     "{{name: torch.stack([tensor]) for name, tensor in load(sample['safetensors']).items()}}",

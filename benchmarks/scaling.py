@@ -108,7 +108,7 @@ def open_once(shards: Path) -> dict[str, float]:
     before, started = forget_peak(), time.perf_counter()
     samples = ShardSet.open([shards])
     opened = time.perf_counter()
-    stream = Stream(samples, BATCH_SIZE)
+    stream = Stream.over(samples, BATCH_SIZE)
     planned = time.perf_counter()
     peak, kept = grown_bytes(before)
     reading = time.perf_counter()

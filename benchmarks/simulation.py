@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 from many import SHARD_SIZE
 
-from qie.data.epoch import Order, plan_epoch
+from qie.data.plan import Order, plan_epoch
 from qie.shards.table import Columns
 from qie.types import Shape
 

@@ -26,7 +26,7 @@ _EXPORTS = {
     "open_pretrained": "qie.pretrained",
     "open_rows": "qie.opening",
     "open_source": "qie.data.sources",
-    "open_stream": "qie.data",
+    "open_stream": "qie.streams",
     "open_training_stream": "qie.streams",
     "train": "qie.training.loop",
 }

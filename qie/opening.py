@@ -5,7 +5,8 @@ Each function imports its own libraries: a training run on shards loads no encod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from qie.config import AdapterConfig, Config, required
+from qie.data.live import RowEncoder
 from qie.data.sources import Source, SourceSpec, open_source
 from qie.data.variants import Variants
 from qie.devices import resolve_device, resolve_dtype
-from qie.errors import UsageError
+from qie.errors import RowError, UsageError
 from qie.libraries import quiet_libraries, spare_imports
 from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
-from qie.stages import quick_turns
+from qie.recipe import Recipe
+from qie.stages import Stages, quick_turns
 from qie.stores import Folder
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from qie.inference import Predictor
     from qie.inference.samples import SampleImages
     from qie.precompute import Report, Settings
+    from qie.types import Facts, Row, Sample
 
 
 def open_encoder(config: Config) -> Encoder:
@@ -220,3 +224,42 @@ def open_samples(config: Config, device: torch.device) -> SampleImages | None:
     text_device = device if named == "auto" else resolve_device(named, "predict.devices.text_encoder")
     encoder = inference_encoder(config, pretrained, device, text_device)
     return SampleImages(config, pretrained, embed_samples(config, controls, encoder), device)
+
+
+class LaterEncoder:
+    """The encoder of a configuration under the recipe of shards, opened when the first row has to be encoded.
+
+    What the configuration leaves open, a precision that is `auto`, is as in the shards.
+    """
+
+    def __init__(self, config: Config, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._config = config
+        self._encoder: RowEncoder | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def stages(self) -> Stages[Sequence[Row], list[Sample | RowError]]:
+        return self._opened().stages
+
+    def inspect(self, row: Row) -> Facts:
+        return self._opened().inspect(row)
+
+    def encode(self, row: Row) -> Sample:
+        return self._opened().encode(row)
+
+    def encode_together(self, rows: Sequence[Row]) -> list[Sample | RowError]:
+        return self._opened().encode_together(rows)
+
+    def _opened(self) -> RowEncoder:
+        with self._lock:
+            if self._encoder is None:
+                cache = self._config.cache
+                if cache.compute_dtype == "auto" and self.recipe.vae_dtype == self.recipe.text_dtype:
+                    cache = cache.model_copy(update={"compute_dtype": self.recipe.vae_dtype})
+                encoder = open_encoder(self._config.model_copy(update={"cache": cache}))
+                self.recipe.require_equal(
+                    encoder.recipe, "the encoder of this machine", "encode the missing rows where the shards were made"
+                )
+                self._encoder = encoder
+            return self._encoder

@@ -1,44 +1,45 @@
-"""Which stream a configuration asks for: the one chooser, for qie-train, `qie.open_training_stream` and `qie.legacy`.
+"""The one chooser of streams: by hand (`qie.open_stream`), or by a configuration, for qie-train, `qie.legacy` and
+`qie.open_training_stream`.
 
 Encoders are imported only where rows are encoded: who trains on shards loads none.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from qie.config import Config, required
-from qie.data.follow import FollowingStream, GrowingSamples
-from qie.data.memory import Keep, KeptSamples
-from qie.data.samples import LiveSamples, RowEncoder, RowFacts, Samples, look_at_rows
-from qie.data.sources import Source, SourceSpec
-from qie.data.stream import Stream
-from qie.errors import QieError, RecipeMismatchError, RowError, ShardError, SourceError, UsageError
+from qie.data.follow import GrowingPlans, GrowingSamples
+from qie.data.live import LiveSamples, RowEncoder, RowFacts, look_at_rows
+from qie.data.plan import PlanSettings
+from qie.data.sources import Source, SourceSpec, open_source
+from qie.data.stream import Samples, Stream
+from qie.data.tiers import Keep, KeptSamples
+from qie.data.variants import Variants
+from qie.errors import QieError, RecipeMismatchError, ShardError, SourceError, UsageError
 from qie.hashing import bytes_to_hash
-from qie.opening import open_encoder, open_rows, variants
+from qie.opening import LaterEncoder, open_encoder, open_rows, variants
 from qie.paths import local_path
 from qie.pretrained import PretrainedModel, content_files
 from qie.quantities import human_bytes
 from qie.recipe import Recipe, brief
 from qie.shards.cache import ShardCache
 from qie.shards.index import parse_stem
-from qie.shards.shard_set import ShardSet, open_shards
+from qie.shards.shard_set import ShardSet, Verify, open_shards
 from qie.shards.storage import find_indexes, gaps
 from qie.stages import quick_turns
 from qie.stores import File, LocalFolder, StoreError, open_folder
 
 if TYPE_CHECKING:
-    from qie.precompute import Report
-    from qie.stages import Stages
-    from qie.types import Facts, Row, Sample
+    from accelerate import Accelerator
+
+Places = str | Path | Iterable[str | Path]
 
 Kind = Literal["shards", "live", "write_through", "follow"]
 
@@ -124,6 +125,57 @@ def choose(config: Config, shards: Sequence[str] = (), *, follow: bool = False) 
             hint="give train.max_steps instead",
         )
     return Choice(kind, places, bool(shards))
+
+
+def open_stream(
+    data: Places | Source,
+    *,
+    batch_size: int = 1,
+    encoder: RowEncoder | None = None,
+    shards: Places | None = None,
+    variants: Variants | None = None,
+    verify: Verify = "first",
+    cache: ShardCache | None = None,
+    keep: Keep | None = None,
+    progress: Callable[[int], object] = lambda done: None,
+    **settings: Any,
+) -> Stream:
+    """A stream over shards, or, given an `encoder`, over raw rows.
+
+    Args:
+        data: without an encoder, folders, globs or brace patterns of shards (one or several), paths or URLs; with one,
+            a source or its place.
+        batch_size: samples per batch of this process.
+        encoder: encodes rows live, ahead in the background.
+        shards: where rows are looked for, by content, before they are encoded; only with an encoder.
+        variants: which variants of raw rows there are; one each without.
+        verify: when records are checked against their hashes, see `ShardSet`.
+        cache: keeps remote shards on the local disk.
+        keep: keeps samples in memory after their first use.
+        progress: called with the number of rows looked at while raw rows are scanned.
+        settings: rank, world_size, prefetch and threads of a `Stream`, and fields of `PlanSettings`: seed, tail, order,
+            weights, validation_rows and others.
+
+    Raises:
+        UsageError: nothing was found.
+        ShardError: shards are damaged, or of several recipes.
+        StoreError: a store cannot be reached.
+    """
+    samples: Samples
+    if encoder is None:
+        samples = ShardSet.open(_listed(cast(Places, data)), verify=verify, cache=cache)
+    else:
+        source = open_source(data) if isinstance(data, (str, Path)) else cast(Source, data)
+        stored = None if shards is None else ShardSet.open(_listed(shards), verify=verify, cache=cache)
+        variants = variants or Variants()
+        known = look_at_rows(source, encoder, variants, progress, stored)
+        samples = LiveSamples(source, encoder, variants, known, stored)
+        settings["threads"] = max(settings.get("threads", 2), len(encoder.stages))
+    return Stream.over(KeptSamples(samples, keep) if keep else samples, batch_size, **settings)
+
+
+def _listed(places: Places) -> Iterable[str | Path]:
+    return [places] if isinstance(places, (str, Path)) else places
 
 
 def open_training_stream(
@@ -219,7 +271,11 @@ class _Opening:
             )
         quick_turns()
         place = required(self.config.cache.cache_dir, "cache.cache_dir", "where cache.write_through writes")
-        writer = _Writer(self.config, open_rows(self.config, NEEDED), open_encoder(self.config), place)
+        from qie.precompute import Settings
+        from qie.precompute.background import BackgroundWriter
+
+        rows, settings = open_rows(self.config, NEEDED), Settings(variants=variants(self.config))
+        writer = BackgroundWriter(rows, open_encoder(self.config), place, settings)
         writer.start()
         samples = GrowingSamples(
             open_folder(place),
@@ -264,7 +320,7 @@ class _Opening:
         lost: Sequence[tuple[File, ShardError]],
     ) -> Stream:
         """The rows of a source, out of shards as far as these hold them."""
-        encoder: RowEncoder = _LaterEncoder(self.config, stored.recipe) if stored else open_encoder(self.config)
+        encoder: RowEncoder = LaterEncoder(self.config, stored.recipe) if stored else open_encoder(self.config)
         known = self._looked_at(source, encoder, stored)
         if stored and not known.facts:
             reason = known.skipped[0].reason if known.skipped else "it has no rows"
@@ -323,6 +379,8 @@ class _Opening:
             mine: RowFacts | QieError = look_at_rows(source, encoder, variants(self.config), progress, stored, share)
         except QieError as error:  # the others wait for this process: all raise it
             mine = error
+        from accelerate.utils import gather_object
+
         shares: list[RowFacts | QieError] = gather_object([mine])
         for part in shares:
             if isinstance(part, QieError):
@@ -390,112 +448,24 @@ class _Opening:
 
     def _following(self, samples: GrowingSamples) -> Stream:
         try:
-            stream = FollowingStream(samples, **stream_settings(self.config, self.accelerator))
-            stream.accepted = self._compared(samples.recipe)
+            settings = stream_settings(self.config, self.accelerator)
+            rank, world_size = settings.pop("rank"), settings.pop("world_size")
+            prefetch, threads = settings.pop("prefetch"), settings.pop("threads")
+            plan_settings = PlanSettings(settings.pop("batch_size") * world_size, **settings)
+            plans = GrowingPlans(samples, plan_settings)
+            accepted = self._compared(samples.recipe)
+            return Stream(samples, plans, rank, world_size, prefetch, threads, accepted=accepted)
         except BaseException:
             samples.close()
             raise
-        return stream
 
     def _stream(self, samples: Samples, accepted: tuple[str, ...] = ()) -> Stream:
-        keep = memory(self.config, self.accelerator.device)
         settings = stream_settings(self.config, self.accelerator)
         if isinstance(samples, LiveSamples) and samples.lacking:
             quick_turns()  # encoders work beside the training step
             settings["threads"] = max(settings["threads"], len(samples.encoder.stages))
-        return Stream(KeptSamples(samples, keep) if keep else samples, **settings, accepted=accepted)
-
-
-class _LaterEncoder:
-    """The encoder of a configuration under the recipe of shards, opened when the first row has to be encoded.
-
-    What the configuration leaves open, a precision that is `auto`, is as in the shards.
-    """
-
-    def __init__(self, config: Config, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self._config = config
-        self._encoder: RowEncoder | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def stages(self) -> Stages[Sequence[Row], list[Sample | RowError]]:
-        return self._opened().stages
-
-    def inspect(self, row: Row) -> Facts:
-        return self._opened().inspect(row)
-
-    def encode(self, row: Row) -> Sample:
-        return self._opened().encode(row)
-
-    def encode_together(self, rows: Sequence[Row]) -> list[Sample | RowError]:
-        return self._opened().encode_together(rows)
-
-    def _opened(self) -> RowEncoder:
-        with self._lock:
-            if self._encoder is None:
-                cache = self._config.cache
-                if cache.compute_dtype == "auto" and self.recipe.vae_dtype == self.recipe.text_dtype:
-                    cache = cache.model_copy(update={"compute_dtype": self.recipe.vae_dtype})
-                encoder = open_encoder(self._config.model_copy(update={"cache": cache}))
-                self.recipe.require_equal(
-                    encoder.recipe, "the encoder of this machine", "encode the missing rows where the shards were made"
-                )
-                self._encoder = encoder
-            return self._encoder
-
-
-@dataclass(eq=False)
-class _Writer:
-    """Encodes and writes the rows of a source in a thread, until all are written or it is stopped.
-
-    Attributes:
-        rows: how many rows of the source are in shards and are what they are now.
-    """
-
-    config: Config
-    source: Source
-    encoder: RowEncoder
-    place: str
-    rows: int = 0
-    _failures: list[BaseException] = field(default_factory=list)
-    _stopped: threading.Event = field(default_factory=threading.Event)
-
-    def start(self) -> None:
-        self._thread = threading.Thread(target=self._write, name="qie-write-through", daemon=True)
-        self._thread.start()
-
-    def alive(self) -> None:
-        """Raise what ended the writer, if it failed."""
-        if self._failures:
-            raise self._failures[0]
-
-    def stop(self) -> None:
-        """Return when it has stopped, at the latest behind the rows that are being encoded."""
-        self._stopped.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _write(self) -> None:
-        from qie.precompute import Settings, precompute
-
-        chosen = Settings(variants=variants(self.config))
-        try:
-            precompute(
-                self.source,
-                self.encoder,
-                self.place,
-                rows=(0, len(self.source)),
-                settings=chosen,
-                progress=self._count,
-            )
-        except BaseException as error:  # raised by whoever waits for shards
-            self._failures.append(error)
-
-    def _count(self, report: Report) -> None:
-        self.rows = report.rows
-        if self._stopped.is_set():
-            raise QieError("the writer was stopped", where=self.place)
+        keep = tiers(self.config, self.accelerator.device)
+        return Stream.over(KeptSamples(samples, keep) if keep else samples, **settings, accepted=accepted)
 
 
 def stream_settings(config: Config, accelerator: Accelerator) -> dict[str, Any]:
@@ -518,7 +488,7 @@ def stream_settings(config: Config, accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def memory(config: Config, gpu: torch.device) -> Keep | None:
+def tiers(config: Config, gpu: torch.device) -> Keep | None:
     """What of the samples stays in memory; None for nothing."""
     keep = config.cache.keep
     devices = {"none": None, "cpu": torch.device("cpu"), "gpu": gpu}

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qie.data.epoch import PLAN_VERSION, Columns, Plan, PlannedBatch, held_out, plan_epoch, sequence_prefix
+from qie.data.plan import PLAN_VERSION, Columns, Plan, PlannedBatch, held_out, plan_epoch, sequence_prefix
 from qie.errors import UsageError
 from qie.types import Shape
 

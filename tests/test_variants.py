@@ -15,9 +15,8 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from qie.data import open_stream
-from qie.data.epoch import plan_epoch
-from qie.data.samples import look_at_rows
+from qie.data.live import look_at_rows
+from qie.data.plan import plan_epoch
 from qie.data.sources import open_source
 from qie.data.variants import Variants
 from qie.errors import QieError, RowError
@@ -25,6 +24,7 @@ from qie.precompute import Settings, precompute
 from qie.shards.index import Entry
 from qie.shards.shard_set import ShardSet
 from qie.shards.table import Columns
+from qie.streams import open_stream
 from qie.types import Augment, Batch, Row, Shape
 from tests.stubs import RECIPE, StubEncoder, StubSource
 

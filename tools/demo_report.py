@@ -25,7 +25,6 @@ from qie.libraries import quiet_imports, quiet_libraries
 
 quiet_imports()
 from qie.config import Config, load_config
-from qie.data import open_stream
 from qie.encode.images import decode_image
 from qie.opening import open_predictor, open_rows
 from qie.quantities import human_bytes
@@ -33,6 +32,7 @@ from qie.recipe import Recipe
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes
 from qie.stats import Summary, summarise
+from qie.streams import open_stream
 from qie.training.output_dir import find_checkpoint
 from qie.training.telling.metrics import METRICS_FILE, read_metrics
 

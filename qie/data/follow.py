@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qie.data.epoch import Plan, PlannedBatch, held_out, plan_epoch, sequence_prefix
-from qie.data.stream import Stream, short_hash
+from qie.data.plan import Plan, PlanSettings, held_out, sequence_prefix
+from qie.data.stream import short_hash
 from qie.errors import QieError, UsageError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
@@ -74,6 +72,11 @@ class GrowingSamples:
     @property
     def complete(self) -> bool:
         return self.covered >= self.rows
+
+    @property
+    def empty(self) -> bool:
+        """Whether no sample is there yet."""
+        return self._shards is None
 
     @property
     def columns(self) -> Columns:
@@ -149,90 +152,78 @@ class GrowingSamples:
                 raise QieError("the stream was closed while it waited for a shard", where=self.folder)
 
 
-@dataclass(eq=False)
-class FollowingStream(Stream):
-    """A stream whose first epoch goes in the order of rows, over shards that are still being written.
+class GrowingPlans:
+    """The plans of samples whose shards are still being written. The first epoch goes in the order of rows.
 
     Rows for validation are drawn from the first shard, since the others are not known when training starts.
+
+    Raises:
+        UsageError: these would be all rows of the first shard.
     """
 
-    def __post_init__(self) -> None:
-        self._check()
-        samples = self._growing
-        while samples._shards is None:
+    def __init__(self, samples: GrowingSamples, settings: PlanSettings) -> None:
+        self.samples, self.settings = samples, settings
+        while samples.empty:
             samples.wait()
         first = int(np.searchsorted(samples.columns.blocks, 1))
-        if self.validation_rows >= len(np.unique(samples.columns.rows[:first])):
+        rows = samples.columns.rows[:first]
+        if settings.validation_rows >= len(np.unique(rows)):
             raise UsageError(
                 "validation.rows leaves nothing of the first shard, from which they are drawn with --follow",
-                expected=f"fewer than {len(np.unique(samples.columns.rows[:first]))}",
-                found=self.validation_rows,
+                expected=f"fewer than {len(np.unique(rows))}",
+                found=settings.validation_rows,
             )
-        self._first = np.array(samples.digests[:first])
-        self._validation, self._first_held_out = held_out(
-            self._first, samples.columns.rows[:first], self.validation_rows
-        )
-        self.held_out = self._mask()
-        self._plans = {}
-        self._begun: tuple[int, Plan] | None = None
+        digests = np.array(samples.digests[:first])
+        self.validation, self._first_held_out = held_out(digests, rows, settings.validation_rows)
+        self.identity = settings.identity | {"samples": short_hash(digests), "follow": samples.rows}
+        self._first: tuple[int, Plan] | None = None
+        self._fixed: dict[int, Plan] = {}
 
     @property
-    def _growing(self) -> GrowingSamples:
-        assert isinstance(self.samples, GrowingSamples)
-        return self.samples
+    def global_batch_size(self) -> int:
+        return self.settings.global_batch_size
 
-    def _mask(self) -> NDArray[np.bool_]:
+    @property
+    def held_out(self) -> NDArray[np.bool_]:
         mask = np.zeros(len(self.samples.columns), np.bool_)
         mask[: len(self._first_held_out)] = self._first_held_out
         return mask
 
-    def _iter_planned(self, endless: bool) -> Iterator[PlannedBatch | None]:
-        """None for: the next batch is not there yet."""
-        epoch, start = self.epoch, self.position
-        while True:
-            if epoch == 0 and start >= len(self._plan(0)) and not self._growing.complete:
-                if not self._growing.grow():
-                    yield None
-                continue
-            plan = self._plan(epoch)
-            if start < len(plan):
-                yield plan[start].slice(self.rank, self.world_size)
-                start += 1
-            elif endless:
-                epoch, start = epoch + 1, 0
-            else:
-                return
+    @property
+    def whole(self) -> bool:
+        return self.samples.complete
 
-    def _wait(self) -> None:
-        self._growing.wait()
-
-    def close(self) -> None:
-        self._growing.close()
-
-    def _advance(self) -> None:
-        self.position += 1
-        if (self.epoch or self._growing.complete) and self.position >= len(self.plan):
-            self.epoch, self.position = self.epoch + 1, 0
-
-    def _plan(self, epoch: int) -> Plan:
-        """The plan of an epoch; of the first one, what is known of it."""
-        if epoch > 0:
-            while not self._growing.complete:
-                self._growing.wait()
-            self._columns, self.held_out = self.samples.columns, self._mask()
-            return super()._plan(epoch)
-        if self._begun is None or self._begun[0] != self._growing.covered:
-            self._begun = self._growing.covered, self._sequence()
-        return self._begun[1]
+    def of(self, epoch: int) -> Plan:
+        """Waits for all shards, unless it is the first epoch."""
+        if epoch == 0:
+            if self._first is None or self._first[0] != self.samples.covered:
+                self._first = self.samples.covered, self._sequence()
+            return self._first[1]
+        while not self.whole:
+            self.wait()
+        if epoch not in self._fixed:
+            while len(self._fixed) > 1:
+                del self._fixed[next(iter(self._fixed))]
+            self._fixed[epoch] = self.settings.plan(self.samples.columns, epoch, self.held_out)
+        return self._fixed[epoch]
 
     def _sequence(self) -> Plan:
-        columns, size, mask = self.samples.columns, self.batch_size * self.world_size, self._mask()
-        if not self._growing.complete:
-            return sequence_prefix(columns, global_batch_size=size, seed=self.seed, epoch=0, leave_out=mask)
-        return plan_epoch(
-            columns, seed=self.seed, epoch=0, global_batch_size=size, tail=self.tail, order="sequence", leave_out=mask
+        columns, settings = self.samples.columns, self.settings
+        if self.whole:
+            return replace(settings, order="sequence", weights={}).plan(columns, 0, self.held_out)
+        return sequence_prefix(
+            columns,
+            global_batch_size=settings.global_batch_size,
+            seed=settings.seed,
+            epoch=0,
+            leave_out=self.held_out,
         )
 
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
-        return self._settings() | {"samples": short_hash(self._first), "follow": self._growing.rows}
+    def grow(self) -> bool:
+        return self.samples.grow()
+
+    def wait(self) -> None:
+        self.samples.wait()
+
+    def close(self) -> None:
+        self.samples.close()

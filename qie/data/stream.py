@@ -1,43 +1,167 @@
-"""The stream: the one iterable that training reads, whether its samples lie in shards or are encoded from rows."""
+"""The stream: the one iterable that training reads. Samples, and the plans of their epochs, become batches.
+
+Samples lie in shards (`qie.shards.shard_set.ShardSet`) or are encoded from rows (`qie.data.live.LiveSamples`); plans
+are known from the start (`FixedPlans`) or grow with their shards (`qie.data.follow.GrowingPlans`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self, get_args
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from qie.data.batches import collate
-from qie.data.epoch import PLAN_VERSION, Order, Plan, PlannedBatch, Tail, held_out, plan_epoch
-from qie.data.samples import Samples
+from qie.data.batch import collate
+from qie.data.plan import Plan, PlannedBatch, PlanSettings, held_out
 from qie.errors import UsageError
+from qie.recipe import Recipe
+from qie.shards.index import Skipped
+from qie.shards.table import Columns
 from qie.threads import submit
-from qie.types import Batch
+from qie.types import Batch, Sample
 
 _END = PlannedBatch((), ())
 
 
+class Samples(Protocol):
+    """Samples by position, with what a plan needs of them known beforehand."""
+
+    @property
+    def columns(self) -> Columns: ...
+
+    @property
+    def digests(self) -> NDArray[np.uint8]:
+        """[N, 32]: the keys."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    @property
+    def skipped(self) -> Sequence[Skipped]:
+        """Rows that are not among the samples, and why."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether a sample has a loss mask."""
+
+    def fetch(self, position: int) -> Sample:
+        """The sample at a position; called from several threads. Its prompt may be missing."""
+
+
+class Plans(Protocol):
+    """The plans of a stream's epochs."""
+
+    @property
+    def global_batch_size(self) -> int: ...
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides all batches: a saved position is valid for plans of equal identity."""
+
+    @property
+    def held_out(self) -> NDArray[np.bool_]:
+        """[N]: the samples that no plan holds."""
+
+    @property
+    def validation(self) -> Sequence[int]:
+        """Positions of the samples that are validated on, one of each row that is held out."""
+
+    def of(self, epoch: int) -> Plan:
+        """The plan of an epoch: its first batches, if it is not whole yet."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether plans are whole. If not, more of the first one comes."""
+
+    def grow(self) -> bool:
+        """Take in what came for a plan that is not whole; whether there was anything."""
+
+    def wait(self) -> None:
+        """Return when there is more of a plan that is not whole."""
+
+    def close(self) -> None:
+        """Stop what makes plans grow."""
+
+
+class FixedPlans:
+    """The plans of samples that are all known.
+
+    Raises:
+        UsageError: a weight is of no source, validation leaves nothing to train on, or there is no batch.
+    """
+
+    def __init__(self, samples: Samples, settings: PlanSettings) -> None:
+        self.samples, self.settings = samples, settings
+        columns, digests = samples.columns, samples.digests
+        for name, weight in settings.weights.items():
+            if weight != 1 and name not in columns.source_names:
+                raise UsageError(
+                    f"no sample is of the source {name!r}, which has a weight",
+                    expected=f"one of {', '.join(map(repr, columns.source_names))}",
+                    hint="give the sources the names that they had when the shards were written",
+                )
+        self.validation, self.held_out = held_out(digests, columns.rows, settings.validation_rows)
+        _hold_out_equals(self.held_out, digests)
+        if len(columns) and self.held_out.all():
+            raise UsageError(
+                "validation.rows leaves nothing to train on",
+                expected=f"fewer than {len(np.unique(columns.rows))} rows",
+                found=settings.validation_rows,
+            )
+        self._columns = columns
+        self._plans: dict[int, Plan] = {}
+        self.of(0)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.settings.global_batch_size
+
+    @property
+    def whole(self) -> bool:
+        return True
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Hashed once: of many samples, to hash their keys takes longer than to read a batch."""
+        return self.settings.identity | {"samples": short_hash(self.samples.digests)}
+
+    def of(self, epoch: int) -> Plan:
+        """Two are kept: at an epoch's end, batches of the next one are on their way."""
+        if epoch not in self._plans:
+            while len(self._plans) > 1:
+                del self._plans[next(iter(self._plans))]
+            self._plans[epoch] = self.settings.plan(self._columns, epoch, self.held_out)
+        return self._plans[epoch]
+
+    def grow(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        """There always is a further batch."""
+
+    def close(self) -> None:
+        """Nothing makes these plans grow."""
+
+
 @dataclass(eq=False)
 class Stream(IterableDataset[Batch]):
-    """Batches of `samples`. Iterated, it gives those of the current epoch that are left; again, those of the next one.
+    """Batches of `samples`, as `plans` say. Iterated, it gives the batches of the current epoch that are left; again,
+    those of the next one.
 
-    Its whole state is (epoch, batches handed out in it). What is on its way in the background is not part of it. It
-    takes the place of a torch DataLoader, or goes into one with `batch_size=None` and no workers.
+    Its whole state is (epoch, batches handed out in it). Batches that are prepared in the background are not part of
+    it. It takes the place of a torch DataLoader, or goes into one with `batch_size=None` and no workers.
 
     Attributes:
-        samples: where they come from.
-        batch_size: samples per batch of this process.
-        seed: decides every epoch's order.
-        tail, order, block_size, similar_lengths: see `plan_epoch`.
-        weights: how often the rows of a source are drawn per epoch, by its name; once without.
-        validation_rows: number of rows kept out, see `held_out`.
+        samples: what batches are made of.
+        plans: which samples each batch of each epoch holds.
         rank, world_size: which slice of each global batch this process takes.
         prefetch: batches that are prepared ahead.
         threads: how many are prepared at once.
@@ -46,14 +170,7 @@ class Stream(IterableDataset[Batch]):
     """
 
     samples: Samples
-    batch_size: int
-    seed: int = 0
-    tail: Tail = "pad"
-    order: Order = "shuffle"
-    block_size: int = 16
-    similar_lengths: int = 64
-    weights: Mapping[str, float] = field(default_factory=dict)
-    validation_rows: int = 0
+    plans: Plans
     rank: int = 0
     world_size: int = 1
     prefetch: int = 2
@@ -64,42 +181,43 @@ class Stream(IterableDataset[Batch]):
     position: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._check()
-        columns, digests = self.samples.columns, self.samples.digests
-        self._columns = columns
-        unknown = [name for name, weight in self.weights.items() if weight != 1 and name not in columns.source_names]
-        if unknown:
-            raise UsageError(
-                f"no sample is of the source {unknown[0]!r}, which has a weight",
-                expected=f"one of {', '.join(map(repr, columns.source_names))}",
-                hint="give the sources the names that they had when the shards were written",
-            )
-        self._validation, self.held_out = held_out(digests, columns.rows, self.validation_rows)
-        _hold_out_equals(self.held_out, digests)
-        if len(columns) and self.held_out.all():
-            raise UsageError(
-                "validation.rows leaves nothing to train on",
-                expected=f"fewer than {len(np.unique(columns.rows))} rows",
-                found=self.validation_rows,
-            )
-        self._plans: dict[int, Plan] = {}
-        self._plan(self.epoch)
+        if self.threads < 1:
+            raise UsageError("threads is too small", expected="at least 1", found=self.threads)
+        require_rank(self.rank, self.world_size)
+        assert self.plans.global_batch_size % self.world_size == 0
 
-    def _check(self) -> None:
-        choices = {"tail": get_args(Tail), "order": get_args(Order)}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise UsageError(f"no such {name}", expected=" or ".join(allowed), found=getattr(self, name))
-        for name in ("batch_size", "block_size", "threads"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is too small", expected="at least 1", found=getattr(self, name))
-        if not 0 <= self.rank < self.world_size:
-            raise UsageError("no such rank", expected=f"0 to {self.world_size - 1}", found=self.rank)
+    @classmethod
+    def over(
+        cls,
+        samples: Samples,
+        batch_size: int = 1,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        prefetch: int = 2,
+        threads: int = 2,
+        accepted: tuple[str, ...] = (),
+        **settings: Any,
+    ) -> Self:
+        """The stream of samples that are all known.
+
+        Args:
+            batch_size: samples per batch of this process.
+            settings: further fields of `PlanSettings`, such as seed, tail, order, weights and validation_rows.
+        """
+        require_rank(rank, world_size)
+        plans = FixedPlans(samples, PlanSettings(batch_size * world_size, **settings))
+        return cls(samples, plans, rank, world_size, prefetch, threads, accepted=accepted)
 
     @property
     def plan(self) -> Plan:
         """All batches of the current epoch, of all processes."""
-        return self._plan(self.epoch)
+        return self.plans.of(self.epoch)
+
+    @property
+    def held_out(self) -> NDArray[np.bool_]:
+        """[N]: the samples that no batch of training holds."""
+        return self.plans.held_out
 
     def __len__(self) -> int:
         """Batches of the current epoch."""
@@ -121,27 +239,30 @@ class Stream(IterableDataset[Batch]):
         with ThreadPoolExecutor(self.threads, thread_name_prefix="qie-stream") as pool:
             ahead: deque[Future[Batch]] = deque()
             upcoming = self._iter_planned(endless)
-            planned: PlannedBatch | None = None
+            ended = False
             try:
                 while True:
-                    while len(ahead) <= self.prefetch and (planned := next(upcoming, _END)):
-                        if planned is _END:
+                    while not ended and len(ahead) <= self.prefetch:
+                        planned = next(upcoming, _END)
+                        ended = planned is _END
+                        if planned is None or ended:
                             break
                         ahead.append(submit(pool, self.load, planned))
-                    if not ahead and planned is _END:
+                    if ahead:
+                        batch = ahead.popleft().result()
+                        self._advance()
+                        yield batch
+                    elif ended:
                         return
-                    if not ahead:
-                        self._wait()
-                        continue
-                    batch = ahead.popleft().result()
-                    self._advance()
-                    yield batch
+                    else:
+                        self.plans.wait()
             finally:
                 for future in ahead:
                     future.cancel()
 
     def close(self) -> None:
         """Stop what works for the stream in the background, such as a writer of shards. No more batches may come."""
+        self.plans.close()
 
     def __enter__(self) -> Self:
         return self
@@ -160,11 +281,11 @@ class Stream(IterableDataset[Batch]):
 
     def validation_batches(self) -> list[PlannedBatch]:
         """The rows that are kept out, each as it is (not its further variants), one per batch, by their keys."""
-        return [PlannedBatch((position,), (1.0,)) for position in self._validation]
+        return [PlannedBatch((position,), (1.0,)) for position in self.plans.validation]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands: two integers, and what they are only valid with."""
-        return {"epoch": self.epoch, "position": self.position, "of": self._identity}
+        return {"epoch": self.epoch, "position": self.position, "of": self.plans.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, with any number of processes of the same global batch size.
@@ -174,7 +295,7 @@ class Stream(IterableDataset[Batch]):
         """
         if not {"epoch", "position", "of"} <= state.keys() or min(state["epoch"], state["position"]) < 0:
             raise UsageError("this is no position of a stream", found=state)
-        mine, theirs = self._identity, state["of"]
+        mine, theirs = self.plans.identity, state["of"]
         differing = [name for name in mine if mine[name] != theirs.get(name)]
         if differing:
             raise UsageError(
@@ -185,59 +306,31 @@ class Stream(IterableDataset[Batch]):
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
-    def _wait(self) -> None:
-        """Until there is a further batch: here, there always is."""
-
     def _iter_planned(self, endless: bool) -> Iterator[PlannedBatch | None]:
-        """This process's batches from where the stream stands, without moving it; None while there is none yet."""
+        """This process's batches from where the stream stands, without moving it; None while the next is not known."""
         epoch, start = self.epoch, self.position
         while True:
-            plan = self._plan(epoch)
-            yield from (plan[number].slice(self.rank, self.world_size) for number in range(start, len(plan)))
-            if not endless:
+            plan = self.plans.of(epoch)
+            if start < len(plan):
+                yield plan[start].slice(self.rank, self.world_size)
+                start += 1
+            elif not self.plans.whole:
+                if not self.plans.grow():
+                    yield None
+            elif endless:
+                epoch, start = epoch + 1, 0
+            else:
                 return
-            epoch, start = epoch + 1, 0
 
     def _advance(self) -> None:
         self.position += 1
-        if self.position == len(self.plan):
+        if self.plans.whole and self.position >= len(self.plan):
             self.epoch, self.position = self.epoch + 1, 0
 
-    def _plan(self, epoch: int) -> Plan:
-        """The plan of an epoch. Two are kept: at an epoch's end, batches of the next one are on their way."""
-        if epoch not in self._plans:
-            while len(self._plans) > 1:
-                del self._plans[next(iter(self._plans))]
-            self._plans[epoch] = plan_epoch(
-                self._columns,
-                seed=self.seed,
-                epoch=epoch,
-                global_batch_size=self.batch_size * self.world_size,
-                tail=self.tail,
-                order=self.order,
-                block_size=self.block_size,
-                source_weights=[self.weights.get(name, 1.0) for name in self._columns.source_names],
-                leave_out=self.held_out,
-                similar_lengths=self.similar_lengths,
-            )
-        return self._plans[epoch]
 
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
-        """Hashed once: of many samples, to hash their keys takes longer than to read a batch."""
-        return self._settings() | {"samples": short_hash(self.samples.digests)}
-
-    def _settings(self) -> dict[str, Any]:
-        """What decides the batches, but for the samples."""
-        return {
-            "seed": self.seed,
-            "global_batch_size": self.batch_size * self.world_size,
-            "tail": self.tail,
-            "order": [self.order, self.block_size, self.similar_lengths],
-            "weights": dict(self.weights),
-            "validation_rows": self.validation_rows,
-            "plan_version": PLAN_VERSION,
-        }
+def require_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise UsageError("no such rank", expected=f"0 to {world_size - 1}", found=rank)
 
 
 def short_hash(digests: np.ndarray) -> str:

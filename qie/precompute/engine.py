@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from qie.data.samples import RowEncoder
+from qie.data.live import RowEncoder
 from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
 from qie.errors import RowError

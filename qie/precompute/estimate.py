@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from qie.data.samples import RowEncoder
+from qie.data.live import RowEncoder
 from qie.data.sources import Source
 from qie.errors import RowError
 from qie.precompute.engine import READERS, Settings

@@ -20,7 +20,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from qie.data.samples import RowEncoder
+from qie.data.live import RowEncoder
 from qie.data.sources import Source
 from qie.errors import QieError, UsageError
 from qie.precompute.engine import Engine, Settings

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from qie.data.epoch import Tail, plan_epoch, require_batch_size
+from qie.data.plan import Tail, plan_epoch, require_batch_size
 from qie.errors import UsageError
 from qie.shards.shard_set import ShardSet, open_shards
 from qie.shards.table import Table

@@ -265,7 +265,7 @@ class Run:
             if self.schedule.last_epoch != state.step or not (rates and all(map(math.isfinite, rates))):
                 raise ValueError("schedule is not what a run saves")
             self.stream.load_state_dict(state.stream)
-            if type(self.stream) is Stream and self.stream.position >= len(self.stream):
+            if self.stream.plans.whole and self.stream.position >= len(self.stream):
                 raise ValueError("stream.position is after the end of its epoch")
         self.step, self.batches_done, self._nonfinite = state.step, state.batches, state.nonfinite
 

@@ -11,13 +11,12 @@ import torch
 from accelerate import Accelerator
 
 from qie.config import Config
-from qie.data import open_stream
 from qie.data.sources import open_source
 from qie.data.stream import Stream
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
 from qie.shards.shard_set import ShardSet
-from qie.streams import Telling, open_training_stream
+from qie.streams import Telling, open_stream, open_training_stream
 from qie.types import Batch
 from tests.conftest import AREA_PX
 from tests.stream.checks import spoil

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from qie.data import open_stream
-from qie.data.samples import Samples
+from qie.data.live import Samples
 from qie.data.sources import open_source
 from qie.errors import RowError
 from qie.precompute import Settings, precompute
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import published
 from qie.stats import summarise
+from qie.streams import open_stream
 from qie.types import Shape
 
 

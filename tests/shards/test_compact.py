@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from qie.data.epoch import plan_epoch
+from qie.data.plan import plan_epoch
 from qie.errors import RecipeMismatchError, ShardError
 from qie.shards.compact import COMPACT_NAME, Compact, _digest, read_compact, write_compact
 from qie.shards.index import Skipped

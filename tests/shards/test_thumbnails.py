@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from qie.config import Config
-from qie.data import open_stream
 from qie.data.sources import open_source
 from qie.encode import Encoder, EncoderOptions
 from qie.encode.images import to_thumbnail
@@ -24,6 +23,7 @@ from qie.shards.index import ShardIndex, read_index
 from qie.shards.reader import Shard
 from qie.shards.shard_set import ShardSet, compacted
 from qie.stores import File, open_folder
+from qie.streams import open_stream
 from qie.types import Shape
 from tests.builders import (
     RECIPE,

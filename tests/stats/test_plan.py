@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from qie.cli import stats
-from qie.data.epoch import plan_epoch
+from qie.data.plan import plan_epoch
 from qie.errors import RecipeMismatchError, UsageError
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from qie.data import open_stream
 from qie.errors import QieError, RecipeMismatchError, ShardError, UsageError
+from qie.streams import open_stream
 from tests.builders import make_recipe, make_sample, plant_shard, rewrite_index, write_shard
 from tests.conftest import ROOT
 
@@ -70,8 +70,8 @@ def test_a_pattern_that_matches_nothing_is_named_though_others_match(shards: Pat
 def test_a_tar_without_its_index_is_no_shard(shards: Path) -> None:
     (shards / f"{STEM}.json").unlink()
 
-    error = refused(UsageError, shards / f"{STEM}.tar")
-    assert f"{STEM}.tar" in str(error) and ".json" in str(error.expected)
+    error = refused(ShardError, shards / f"{STEM}.tar")
+    assert f"{STEM}.tar" in str(error.found) and ".json" in str(error.expected)
 
 
 def test_an_index_without_its_tar_is_named(shards: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_weight_of_a_source_that_is_not_there_is_refused_with_those_that_are(s
 
 _MANY = """
 import resource, sys
-from qie.data import open_stream
+from qie.streams import open_stream
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 print(sum(len(batch) for batch in open_stream(sys.argv[1])))
 """

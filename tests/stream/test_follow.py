@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from qie.data import open_stream
-from qie.data.follow import FollowingStream, GrowingSamples
-from qie.data.memory import Keep, KeptSamples
+from qie.data.follow import GrowingPlans, GrowingSamples
+from qie.data.plan import PlanSettings
+from qie.data.stream import Stream
+from qie.data.tiers import Keep, KeptSamples
 from qie.errors import QieError, UsageError
 from qie.precompute import precompute
 from qie.shards.shard_set import ShardSet
 from qie.stores import open_folder
+from qie.streams import open_stream
 from qie.types import Batch
 from tests.stubs import StubEncoder, StubSource
 
@@ -26,10 +28,12 @@ def write(folder: Path, rows: tuple[int, int] = (0, 60)) -> None:
     precompute(SOURCE, StubEncoder(), folder, rows=rows, shard_size=8)
 
 
-def followed(folder: Path, **settings) -> FollowingStream:
+def followed(folder: Path, **settings) -> Stream:
     growing = {name: settings.pop(name) for name in ("timeout_s", "alive") if name in settings}
     samples = GrowingSamples(open_folder(folder), 60, poll_s=0.01, **growing)
-    return FollowingStream(samples, settings.pop("batch_size", 2), seed=1, **settings)
+    rank, world_size = settings.pop("rank", 0), settings.pop("world_size", 1)
+    chosen = PlanSettings(settings.pop("batch_size", 2) * world_size, seed=1, **settings)
+    return Stream(samples, GrowingPlans(samples, chosen), rank, world_size)
 
 
 def keys(stream, count: int) -> list[tuple[str, ...]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from qie.data import open_stream
 from qie.errors import QieError
 from qie.shards.cache import ShardCache
 from qie.shards.compact import COMPACT_NAME, write_compact
@@ -22,6 +21,7 @@ from qie.shards.shard_set import compacted
 from qie.shards.storage import find_indexes
 from qie.stats import summarise
 from qie.stores import open_folder
+from qie.streams import open_stream
 from tests.faulty_proxy import FaultyProxy, every
 from tests.s3 import S3
 from tests.stream.checks import Facts, all_facts, write

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from qie.config import LoraConfig
-from qie.data.batches import collate
-from qie.data.epoch import PlannedBatch
+from qie.data.batch import collate
+from qie.data.plan import PlannedBatch
 from qie.data.sources import open_source
 from qie.pretrained import open_pretrained
 from qie.training.model.load import load_transformer

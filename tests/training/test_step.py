@@ -19,8 +19,8 @@ from torch.nn.functional import huber_loss
 from torch.testing import assert_close
 
 from qie.config import LossConfig
-from qie.data.batches import collate
-from qie.data.epoch import PlannedBatch
+from qie.data.batch import collate
+from qie.data.plan import PlannedBatch
 from qie.training import objective
 from qie.training.objective import NoiseDraws, Objective, unpack, velocity
 from qie.types import Batch, Sample

@@ -12,12 +12,15 @@ from math import prod
 import numpy as np
 import torch
 
-from qie.data.epoch import PlannedBatch
+from qie.data.plan import PlannedBatch
 from qie.types import Batch, Sample
 
 
 def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = False) -> Batch:
-    """The batch of samples of one shape.
+    """The batch [B, ...] of B samples of one shape.
+
+    Latents [C, 1, H, W] are stacked. Embeddings [L, D] are padded with zeros to the longest. A loss mask [H, W] that a
+    sample lacks is all foreground.
 
     Args:
         samples: in the order of `planned`.
@@ -25,17 +28,8 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
         pinned: in page-locked memory, from which a GPU copies while the host goes on. torch keeps such memory when a
             batch is gone, for the next one.
     """
-    prompts = [sample.prompt_embed for sample in samples]
-    prompt = _room(prompts[0], (len(samples), max(map(len, prompts)), prompts[0].shape[1]), pinned)
-    for slot, embed in zip(prompt, prompts, strict=True):
-        _copy(slot[: len(embed)], embed)
-        slot[len(embed) :].zero_()
+    prompts, tails = [sample.prompt_embed for sample in samples], [sample.empty_tail for sample in samples]
     empty_lengths = [sample.shared_prefix + len(sample.empty_tail) for sample in samples]
-    tails = [sample.empty_tail for sample in samples]
-    tail = _room(prompts[0], (len(samples), max(map(len, tails)), prompts[0].shape[1]), pinned)
-    for slot, part in zip(tail, tails, strict=True):
-        _copy(slot[: len(part)], part)
-        slot[len(part) :].zero_()
     controls = zip(*(sample.control_latent for sample in samples), strict=True)
     return Batch(
         keys=tuple(sample.key for sample in samples),
@@ -43,9 +37,9 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
         weight=torch.tensor(planned.weights),
         pixel_latent=_stacked([sample.pixel_latent for sample in samples], pinned),
         control_latent=tuple(_stacked(latents, pinned) for latents in controls),
-        prompt_embed=prompt,
+        prompt_embed=_padded(prompts, pinned),
         prompt_embeds_mask=_mask(list(map(len, prompts))),
-        empty_tail=tail,
+        empty_tail=_padded(tails, pinned),
         shared_prefixes=tuple(sample.shared_prefix for sample in samples),
         empty_lengths=tuple(empty_lengths),
         empty_prompt_embeds_mask=_mask(empty_lengths),
@@ -90,7 +84,18 @@ class _Rooms:
 _rooms = _Rooms()
 
 
+def _padded(embeddings: Sequence[torch.Tensor], pinned: bool) -> torch.Tensor:
+    """[L_i, D] each to [B, longest L, D], with zeros behind the shorter ones."""
+    longest, width = max(map(len, embeddings)), embeddings[0].shape[1]
+    padded = _room(embeddings[0], (len(embeddings), longest, width), pinned)
+    for slot, embedding in zip(padded, embeddings, strict=True):
+        _copy(slot[: len(embedding)], embedding)
+        slot[len(embedding) :].zero_()
+    return padded
+
+
 def _stacked(tensors: Sequence[torch.Tensor], pinned: bool) -> torch.Tensor:
+    """[...] each to [B, ...]."""
     stacked = _room(tensors[0], (len(tensors), *tensors[0].shape), pinned)
     for slot, tensor in zip(stacked, tensors, strict=True):
         _copy(slot, tensor)
@@ -109,12 +114,13 @@ def _copy(slot: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _mask(lengths: list[int]) -> torch.Tensor | None:
-    """[B, L]: what is no padding; None where nothing is padded, which attention computes faster."""
+    """[B, longest L] bool: true where a token is no padding; None where none is, which attention computes faster."""
     longest = max(lengths)
     return None if min(lengths) == longest else torch.arange(longest) < torch.tensor(lengths)[:, None]
 
 
 def _loss_mask(samples: Sequence[Sample]) -> torch.Tensor | None:
+    """[B, H, W] uint8; None where no sample has one."""
     if all(sample.loss_mask is None for sample in samples):
         return None
     height, width = samples[0].shape.target

@@ -1,4 +1,4 @@
-"""What a stream reads from: samples in shards (`qie.shards.ShardSet`), or rows that are encoded when asked for."""
+"""Rows that are encoded when a stream asks for them, unless shards hold their samples."""
 
 from __future__ import annotations
 
@@ -23,31 +23,6 @@ from qie.shards.shard_set import ShardSet
 from qie.shards.table import Columns, numbered
 from qie.stages import Pipeline, Stage, Stages
 from qie.types import Facts, Row, Sample
-
-
-class Samples(Protocol):
-    """What a stream reads from: samples by position, with what a plan needs of them known beforehand."""
-
-    @property
-    def columns(self) -> Columns: ...
-
-    @property
-    def digests(self) -> NDArray[np.uint8]:
-        """[N, 32]: the keys."""
-
-    @property
-    def recipe(self) -> Recipe: ...
-
-    @property
-    def skipped(self) -> Sequence[Skipped]:
-        """Rows that are not among the samples, and why."""
-
-    @property
-    def masked(self) -> bool:
-        """Whether a sample has a loss mask."""
-
-    def fetch(self, position: int) -> Sample:
-        """The sample at a position; called from several threads. Its prompt may be missing."""
 
 
 class RowEncoder(Protocol):

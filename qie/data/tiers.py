@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,14 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qie.data.samples import Samples
+from qie.data.stream import Samples
 from qie.recipe import Recipe
 from qie.shards.index import Skipped
 from qie.shards.table import Columns
+from qie.shards.tensors import TENSORS, Kind
 from qie.types import Sample
 
-_LATENTS = ("pixel_latent", "control_latent")
-_EMBEDS = ("prompt_embed", "empty_tail")
+_FIELDS: dict[Kind, list[str]] = defaultdict(list)
+for _tensor in TENSORS:
+    _FIELDS[_tensor.kind].append(_tensor.field or _tensor.name)
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Keep:
 
     Attributes:
         latents, embeds: the device; None for not at all.
-        budget_bytes: how much altogether. What comes when it is spent is not kept.
+        budget_bytes: how much altogether. Samples that come when it is spent are not kept.
     """
 
     latents: torch.device | None = None
@@ -81,18 +84,21 @@ class KeptSamples:
         return replace(sample, **kept)
 
     def _moved(self, sample: Sample) -> dict[str, Any]:
-        devices = [(name, self.keep.latents) for name in _LATENTS] + [(name, self.keep.embeds) for name in _EMBEDS]
-        return {name: _copied(getattr(sample, name), device) for name, device in devices if device is not None}
+        devices: dict[Kind, torch.device | None] = {"latent": self.keep.latents, "embedding": self.keep.embeds}
+        return {
+            name: _copied(getattr(sample, name), device)
+            for kind, device in devices.items()
+            if device is not None
+            for name in _FIELDS[kind]
+        }
 
     def _whole(self, sample: Sample, kept: dict[str, Any]) -> Sample | None:
         """The sample without anything that lies in a shard, if all large tensors are kept."""
-        if len(kept) < len(_LATENTS) + len(_EMBEDS):
+        if len(kept) < len(_FIELDS["latent"]) + len(_FIELDS["embedding"]):
             return None
-        masks = ("prompt_embeds_mask", "empty_prompt_embeds_mask")
-        small = {name: getattr(sample, name).clone() for name in masks}
-        if sample.loss_mask is not None:
-            small["loss_mask"] = sample.loss_mask.clone()
-        return replace(sample, **kept, **small, thumbnail=None)
+        masks = {name: mask.clone() for name in _FIELDS["mask"] if (mask := getattr(sample, name)) is not None}
+        changes: dict[str, Any] = kept | masks | dict.fromkeys(_FIELDS["picture"])
+        return replace(sample, **changes)
 
 
 def _copied(value: Any, device: torch.device) -> Any:
