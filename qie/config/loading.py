@@ -13,7 +13,7 @@ from pydantic import ValidationError as PydanticError
 
 from qie.config.moved import MOVED, moved
 from qie.config.schema import Config
-from qie.config.typed import MAX_CHARS, Key, Typed, dotted, expand, parse
+from qie.config.typed import MAX_CHARS, Key, Typed, dotted, expand, parse_yaml
 from qie.errors import ConfigError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARS + 1)
-        tree = parse(text)
+        tree = parse_yaml(text)
     except OSError as error:
         raise ConfigError("the configuration file cannot be read", where=path, found=error.strerror) from error
     except ValueError as error:
@@ -81,7 +81,7 @@ def _set(tree: dict[str, Any], override: str) -> Key:
     if not equals or not all(steps):
         raise ConfigError("a --set cannot be understood", found=override, expected="section.key=value")
     try:
-        value = parse(text)
+        value = parse_yaml(text)
     except ValueError as error:
         raise ConfigError("the value of a --set is no YAML", where=name, found=error) from error
     key: Key = ()

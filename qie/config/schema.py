@@ -212,7 +212,7 @@ class KeepConfig(Section):
     budget_bytes: Bytes = Field(8 * 10**9, description="Altogether; what comes when it is spent is not kept.")
 
 
-class CacheConfig(Section):
+class ShardCacheConfig(Section):
     """Shards, and the encoders that fill them."""
 
     cache_dir: Place | None = Field(None, description="qie-precompute writes here, qie-train reads here; path or URL.")
@@ -494,7 +494,7 @@ class Config(Section):
 
     model: ModelConfig
     data: DataConfig = DataConfig()
-    cache: CacheConfig = CacheConfig()
+    cache: ShardCacheConfig = ShardCacheConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: SchedulerConfig = SchedulerConfig()

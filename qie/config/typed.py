@@ -56,7 +56,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def parse(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """What a YAML document says.
 
     Raises:
