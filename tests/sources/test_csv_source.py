@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import csv
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qie.data.sources import csv_source, open_source, source_name
+from qie.data.sources import csv_source, open_source
 from qie.errors import RowError, SourceError
 from tests.sources.tables import Table, names, paths, refused
-
-
-def test_a_row_is_the_bytes_of_its_files(table: Table) -> None:
-    source = open_source(table.csv([paths(0), paths(1)]))
-    row = source.read(1)
-    assert (row.index, row.target, row.controls) == (1, b"images/t1.png", (b"images/c1.png",))
-    assert (row.prompt, row.mask, row.more_prompts, row.source) == ("do 1", None, (), "")
-    assert len(source) == 2 and source_name(source, 0) == ""
 
 
 def test_a_row_is_called_by_its_file_and_line_or_by_its_own_column(table: Table) -> None:
@@ -95,26 +86,6 @@ def test_two_columns_of_one_number_are_refused_when_both_are_given(table: Table)
     assert "without gaps" in refused(RowError, place, 0).what
 
 
-@pytest.mark.parametrize(
-    ("column", "reason"), [("path_target", "no target image"), ("path_control", "no control image")]
-)
-def test_an_empty_cell_of_a_required_column_is_refused_by_its_row(table: Table, column: str, reason: str) -> None:
-    cells = ["" if name == column else cell for name, cell in zip(csv_columns(), paths(1), strict=True)]
-    place = table.csv([paths(0), cells])
-    error = refused(RowError, place, 1)
-    assert error.what == reason and error.where == f"{place}, line 3"
-    assert open_source(place).read(0)
-
-
-@pytest.mark.parametrize(("missing", "role"), list(enumerate(["target image", "control image", "prompt"])))
-def test_a_missing_column_is_refused_with_the_names_it_may_have_and_those_there_are(
-    table: Table, missing: int, role: str
-) -> None:
-    columns = [name if at != missing else "other" for at, name in enumerate(csv_columns())]
-    error = refused(SourceError, table.csv([paths(0)], columns))
-    assert role in error.what and csv_columns()[missing] in str(error.expected) and "other" in str(error.found)
-
-
 def test_another_divider_is_named(table: Table) -> None:
     error = refused(SourceError, table.write("rows.csv", "path_target;path_control;prompt\na;b;c\n"))
     assert "commas instead of ';'" in str(error.hint)
@@ -132,12 +103,6 @@ def test_columns_that_differ_in_case_alone_are_refused_where_they_would_count(ta
     assert open_source(table.csv([(*paths(0), "", "")], (*csv_columns(), "x", "X"))).read(0)
 
 
-def test_two_rows_of_one_name_are_refused_by_their_lines(table: Table) -> None:
-    rows = [(*paths(number % 3), name) for number, name in enumerate(["a", "b", "", "", "b"])]
-    error = refused(SourceError, table.csv(rows, (*csv_columns(), "name")))
-    assert error.found == "'b' on lines 3 and 6"
-
-
 @pytest.mark.parametrize("content", ["", "\n\n", "\ufeff"])
 def test_an_empty_file_is_refused(table: Table, content: str) -> None:
     assert refused(SourceError, table.write("rows.csv", content)).what == "the CSV has no header"
@@ -145,10 +110,6 @@ def test_an_empty_file_is_refused(table: Table, content: str) -> None:
 
 def test_a_header_alone_is_refused(table: Table) -> None:
     assert refused(SourceError, table.csv([])).what == "the CSV holds no rows"
-
-
-def test_a_file_that_is_not_there_is_refused(table: Table) -> None:
-    assert str(refused(SourceError, table.root / "gone.csv").where) == str(table.root / "gone.csv")
 
 
 # Text
@@ -264,31 +225,3 @@ def test_no_cell_becomes_a_row_before_it_is_asked_for(table: Table, monkeypatch:
 def test_opening_keeps_sixteen_bytes_a_row(table: Table) -> None:
     source = open_source(table.csv([paths(number % 3, "long " * 50) for number in range(5000)]))
     assert len(pickle.dumps(source)) < 16 * 5000 + 3000
-
-
-def test_many_threads_and_other_processes_read_the_same_rows(table: Table) -> None:
-    source = open_source(table.csv([paths(number % 3, f"do\n{number} {'x' * number}") for number in range(200)]))
-    alone = [source.read(index) for index in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(source.read, range(200))) == alone
-    copy = pickle.loads(pickle.dumps(source))
-    assert copy == source and [copy.read(index) for index in range(200)] == alone
-
-
-@pytest.mark.parametrize("change", ["longer", "shorter", "gone"])
-def test_a_file_that_changed_since_it_was_opened_stops_the_run_and_skips_no_row(table: Table, change: str) -> None:
-    place = table.csv([paths(0), paths(1)])
-    source = open_source(place)
-    if change == "gone":
-        place.unlink()
-    else:
-        place.write_bytes(place.read_bytes()[:-1] if change == "shorter" else place.read_bytes() + b"\n")
-    with pytest.raises(SourceError, match="changed"):
-        source.read(0)
-
-
-def test_an_index_beyond_the_rows_is_an_index_error(table: Table) -> None:
-    source = open_source(table.csv([paths(0)]))
-    assert source.read(-1).index == 0
-    with pytest.raises(IndexError):
-        source.read(1)

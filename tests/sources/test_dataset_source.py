@@ -6,7 +6,6 @@ import io
 import pickle
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,49 +91,8 @@ def test_one_split_is_taken_and_of_several_one_has_to_be_named(tmp_path: Path) -
     assert len(open_source(tmp_path / "two" / "test")) == 1
 
 
-def test_many_threads_and_other_processes_read_the_same_rows(tmp_path: Path) -> None:
-    source = open_source(saved(tmp_path / "x", made(50)))
-    alone = [source.read(index) for index in range(50)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(source.read, range(50))) == alone
-    sent = pickle.dumps(source)
-    assert len(sent) < 500
-    copy = pickle.loads(sent)
-    assert copy == source and [copy.read(index) for index in range(50)] == alone
-
-
-def test_a_dataset_of_other_length_is_not_taken_for_the_one_that_was_sent(tmp_path: Path) -> None:
-    sent = pickle.dumps(open_source(saved(tmp_path / "x")))
-    import shutil
-
-    shutil.rmtree(tmp_path / "x")
-    saved(tmp_path / "x", made(2))
-    with pytest.raises(SourceError, match="changed"):
-        pickle.loads(sent)
-
-
-def test_a_row_is_called_by_its_own_column_which_is_unique(tmp_path: Path) -> None:
-    text = datasets.Value("string")
-    source = open_source(saved(tmp_path / "x", made(id=(text, ["a", None, ""]))))
-    assert names(source) == ["a", "x[1]", "x[2]"] and source.read(0).name == "a"
-    error = refused(SourceError, saved(tmp_path / "y", made(name=(text, ["a", "b", "a"]))))
-    assert error.found == "'a' in rows 0 and 2"
-
-
-def test_a_missing_column_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    error = refused(SourceError, saved(tmp_path / "x", made().rename_column("prompt", "words")))
-    assert "prompt" in error.what and "words" in str(error.found)
-
-
 def test_a_dataset_without_rows_is_refused(tmp_path: Path) -> None:
     refused(SourceError, saved(tmp_path / "x", made().select([])))
-
-
-def test_a_value_of_the_wrong_type_is_refused_by_row_and_column(tmp_path: Path) -> None:
-    dataset = made().remove_columns("prompt").add_column("prompt", [1, 2, 3])
-    place = saved(tmp_path / "x", dataset)
-    error = refused(RowError, place, 1)
-    assert (error.where, error.what) == (f"{place}, row 1, column prompt", "prompt: a number instead of text")
 
 
 def test_paths_in_a_dataset_stay_in_its_folder(tmp_path: Path) -> None:

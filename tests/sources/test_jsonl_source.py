@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -135,11 +134,6 @@ def test_lines_may_have_other_keys_than_the_first(table: Table) -> None:
     assert source.read(1).target == b"images/t1.png"
     with pytest.raises(RowError, match="no target image"):
         source.read(2)
-
-
-def test_missing_keys_are_refused_with_the_names_they_may_have(table: Table) -> None:
-    error = refused(SourceError, table.jsonl([{"target": "a", "prompt": "b", "file": "c"}]))
-    assert "control image" in error.what and "path_control" in str(error.expected) and "file" in str(error.found)
 
 
 @pytest.mark.parametrize(
@@ -297,12 +291,3 @@ def test_no_line_beyond_the_first_is_parsed_before_it_is_asked_for(
     assert len(source) == 50_000 and source.name(49_999) == "rows.jsonl:50000"
     assert len(parsed) <= 100
     assert len(pickle.dumps(source)) < 16 * 50_000 + 3000
-
-
-def test_many_threads_and_other_processes_read_the_same_rows(table: Table) -> None:
-    source = open_source(table.jsonl([values(number % 3, prompt=f"do {number}") for number in range(200)]))
-    alone = [source.read(index) for index in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(source.read, range(200))) == alone
-    copy = pickle.loads(pickle.dumps(source))
-    assert copy == source and [copy.read(index) for index in range(200)] == alone

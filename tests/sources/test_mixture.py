@@ -61,14 +61,6 @@ def test_a_mixture_is_a_value_that_can_be_sent(places: list[Path]) -> None:
     assert copy == mixture == open_source(places) and copy.read(2) == mixture.read(2)
 
 
-def test_an_index_beyond_the_rows_is_an_index_error(places: list[Path]) -> None:
-    mixture = open_source(places)
-    assert mixture.read(-1).index == 2
-    for index in (3, -4):
-        with pytest.raises(IndexError):
-            mixture.read(index)
-
-
 def test_two_sources_of_one_name_are_refused_unless_they_are_given_others(places: list[Path], tmp_path: Path) -> None:
     other = Table(tmp_path / "other").csv([paths(0)], name="one.csv")
     error = refused(SourceError, [*places, other])

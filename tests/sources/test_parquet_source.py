@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qie.data.sources import open_source, parquet, source_name
+from qie.data.sources import open_source, parquet
 from qie.errors import RowError, SourceError
 from tests.sources.tables import Table, names, refused, values
 
@@ -31,22 +29,10 @@ def write(path: Path, rows: list[dict[str, object]], **settings: object) -> Path
     return path
 
 
-def test_a_row_is_the_original_bytes(tmp_path: Path) -> None:
-    source = open_source(write(tmp_path / "x.parquet", [inline(0), inline(1)]))
-    row = source.read(1)
-    assert (row.index, row.name, row.target, row.controls, row.prompt) == (1, "x.parquet[1]", b"t1", (b"c1",), "do 1")
-    assert source_name(source, 0) == ""
-
-
 def test_images_may_be_bytes_or_paths_beside_the_file(table: Table) -> None:
     rows = [values(0, path_control=b"inline"), values(1, path_control=b"inline")]
     row = open_source(write(table.root / "x.parquet", rows)).read(1)
     assert (row.target, row.controls) == (b"images/t1.png", (b"inline",))
-
-
-def test_a_path_out_of_the_root_is_refused(table: Table) -> None:
-    place = write(table.root / "x.parquet", [values(0, path_target="../x.png")])
-    assert refused(RowError, place, 0).what == "path_target: a path outside the source's root"
 
 
 @pytest.mark.parametrize("place", ["", "*.parquet", "{b,a}.parquet", "[ab].parquet"])
@@ -102,25 +88,6 @@ def test_only_the_columns_that_are_understood_are_read(tmp_path: Path) -> None:
     assert "embedding" not in group.column_names
 
 
-def test_many_threads_and_other_processes_read_the_same_rows(tmp_path: Path) -> None:
-    rows = [inline(number, id=f"r{number}") for number in range(100)]
-    source = open_source(write(tmp_path / "x.parquet", rows, row_group_size=7))
-    alone = [source.read(index) for index in range(100)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(source.read, [*range(0, 100, 13), *range(100)]))[8:] == alone
-    sent = pickle.dumps(source)
-    assert len(sent) < 10_000
-    copy = pickle.loads(sent)
-    assert copy == source and [copy.read(index) for index in range(100)] == alone
-
-
-def test_a_row_is_called_by_its_own_column(tmp_path: Path) -> None:
-    rows = [inline(0, id="a"), inline(1, id=None), inline(2, id=""), inline(2, id=None)]
-    source = open_source(write(tmp_path / "x.parquet", rows))
-    assert names(source) == ["a", "x.parquet[1]", "x.parquet[2]", "x.parquet[3]"]
-    assert source.read(0).name == "a"
-
-
 def test_two_rows_of_one_name_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [inline(0, id=1), inline(1, id=2)])
     write(tmp_path / "b.parquet", [inline(0, id=3), inline(1, id=1)])
@@ -131,25 +98,6 @@ def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [inline(0)])
     write(tmp_path / "b.parquet", [inline(0, mask=image("m"))])
     assert str(refused(SourceError, tmp_path).where) == str(tmp_path / "b.parquet")
-
-
-def test_a_missing_column_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    error = refused(SourceError, write(tmp_path / "x.parquet", [{"jpg": b"x", "prompt": "p"}]))
-    assert "target image" in error.what and error.found == "jpg, prompt"
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [({"prompt": 3}, "a number"), ({"target_image": 1.5}, "a number"), ({"prompt": True}, "true or false")],
-)
-def test_a_value_of_the_wrong_type_is_refused_by_row_and_column(
-    tmp_path: Path, given: dict[str, object], found: str
-) -> None:
-    place = write(tmp_path / "x.parquet", [inline(0) | given])
-    error = refused(RowError, place, 0)
-    (column,) = given
-    assert error.where == f"{place}, row 0, column {column}"
-    assert error.what.startswith(f"{column}: {found} instead of ")
 
 
 def test_what_is_null_is_missing_from_its_row_alone(tmp_path: Path) -> None:
@@ -184,14 +132,6 @@ def test_a_damaged_group_is_refused_by_its_rows(tmp_path: Path) -> None:
     with pytest.raises(RowError, match="damaged"):
         source.read(0)
     assert source.read(10).target == b"t10"
-
-
-def test_a_file_that_changed_since_it_was_opened_stops_the_run(tmp_path: Path) -> None:
-    place = write(tmp_path / "x.parquet", [inline(0)])
-    source = open_source(place)
-    write(place, [inline(0), inline(1)])
-    with pytest.raises(SourceError, match="changed"):
-        source.read(0)
 
 
 @pytest.mark.parametrize("place", ["gone.parquet", "gone-*.parquet", "{x,gone}.parquet"])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import pickle
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -342,21 +340,3 @@ def test_opening_passes_over_what_members_hold(tar: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("qie.stores.File.open", lambda file, size=0: Counted(file.path))
     source = open_source(tar)
     assert len(source) == 100 and sum(read[:-2]) == 2 + 512 * 301
-
-
-def test_many_threads_and_other_processes_read_the_same_rows(tar: Path) -> None:
-    source = open_source(write_tar(tar, [m for row in range(200) for m in members(f"{row:04d}", *ROW)]))
-    alone = [source.read(index) for index in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(source.read, range(200))) == alone
-    sent = pickle.dumps(source)
-    assert len(sent) < 200 * 100 + 2000
-    copy = pickle.loads(sent)
-    assert [copy.read(index) for index in range(200)] == alone
-
-
-def test_a_tar_that_changed_since_it_was_opened_stops_the_run(tar: Path) -> None:
-    source = open_source(write_tar(tar, members("a", *ROW)))
-    tar.write_bytes(tar.read_bytes() + b"\0")
-    with pytest.raises(SourceError, match="changed"):
-        source.read(0)

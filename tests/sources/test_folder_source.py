@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from qie.data.sources import (
     FolderSource,
     Source,
     open_source,
-    source_name,
 )
 from qie.errors import RowError, SourceError
 from qie.stores import disk
@@ -416,15 +413,6 @@ def test_links_may_lead_out_of_the_folder(folder: Folder, tmp_path: Path) -> Non
     (folder.targets / "a.png").unlink()
     (folder.targets / "a.png").symlink_to(tmp_path / "elsewhere.png")
     assert folder.open().read(0).target == b"elsewhere"
-
-
-def test_many_threads_and_other_processes_read_the_same_rows(photos: Path) -> None:
-    source = open_source(photos)
-    alone = [source.read(index) for index in range(12)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(source.read, range(12))) == alone
-    copy = pickle.loads(pickle.dumps(source))
-    assert copy == source and [copy.read(index) for index in range(12)] == alone and source_name(source, 0) == ""
 
 
 def test_reading_a_row_does_not_look_at_the_others(folder: Folder) -> None:

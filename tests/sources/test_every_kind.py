@@ -1,10 +1,14 @@
-"""The same faults in every kind of source: what cannot be opened is refused with what is there; a row that cannot be
-encoded is skipped with a reason that says which of its parts it was, and the rows beside it are encoded."""
+"""What every kind of source promises: the same rows wherever they are read; what cannot be opened is refused with what
+is there; a row that cannot be encoded is skipped with a reason that says which of its parts it was, and the rows beside
+it are encoded."""
 
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +17,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from qie.data.sources import open_source
-from qie.errors import SourceError
+from qie.data.sources import open_source, source_name
+from qie.errors import RowError, SourceError
 from qie.precompute import precompute
 from qie.shards.reader import Shard
 from qie.shards.storage import published
-from tests.sources.tables import Table, refused, write_tar
+from tests.sources.tables import Table, names, refused, write_tar
 from tests.stubs import StubEncoder
 
 TABLES = ["csv", "jsonl", "parquet", "dataset"]
@@ -43,8 +47,7 @@ def _no_bars() -> Iterator[None]:
 
 @pytest.fixture
 def rows() -> Rows:
-    names = ({"path_target": f"t{n}.png", "path_control": f"c{n}.png", "prompt": f"do {n}"} for n in range(3))
-    return [dict(row) for row in names]
+    return [{"path_target": f"t{n}.png", "path_control": f"c{n}.png", "prompt": f"do {n}"} for n in range(3)]
 
 
 def write(kind: str, table: Table, rows: Rows) -> Path:
@@ -83,6 +86,81 @@ def skipped(place: Path, output: Path) -> dict[int, str]:
     kept = [gone for index in published(output) for gone in Shard(index).index.skipped]
     assert kept == report.skipped
     return {gone.row: gone.reason for gone in kept}
+
+
+LABELS = {
+    "csv": ["rows.csv:2", "rows.csv:3", "rows.csv:4"],
+    "jsonl": ["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"],
+    "parquet": ["rows.parquet[0]", "rows.parquet[1]", "rows.parquet[2]"],
+    "dataset": ["rows.dataset[0]", "rows.dataset[1]", "rows.dataset[2]"],
+    "tar": ["rows.tar/0", "rows.tar/1", "rows.tar/2"],
+    "folder": ["0", "1", "2"],
+}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_row_is_the_bytes_of_its_files_and_is_called_by_its_place(table: Table, rows: Rows, kind: str) -> None:
+    source = open_source(write(kind, table, rows))
+    assert len(source) == 3 and source_name(source, 0) == "" and names(source) == LABELS[kind]
+    for index in range(3):
+        row = source.read(index)
+        assert (row.index, row.name, row.target) == (index, LABELS[kind][index], f"t{index}.png".encode())
+        assert (row.controls, row.prompt) == ((f"c{index}.png".encode(),), f"do {index}")
+        assert (row.mask, row.more_prompts, row.source) == (None, (), "")
+    assert source.read(-1).index == 2
+    for beyond in (3, -4):
+        with pytest.raises(IndexError):
+            source.read(beyond)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_many_threads_and_other_processes_read_the_same_rows(table: Table, rows: Rows, kind: str) -> None:
+    many = [row | {"prompt": f"{row['prompt']} {number}"} for number in range(50) for row in rows]
+    source = open_source(write(kind, table, many))
+    alone = [source.read(index) for index in range(150)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(source.read, [*range(0, 150, 13), *range(150)]))[12:] == alone
+    sent = pickle.dumps(source)
+    assert kind == "folder" or len(sent) < 150 * 100 + 2000
+    copy = pickle.loads(sent)
+    assert copy == source and [copy.read(index) for index in range(150)] == alone
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_row_is_called_by_its_own_column_where_it_is_given(table: Table, rows: Rows, kind: str) -> None:
+    for row, name in zip(rows, ("a", None, ""), strict=True):
+        row["ID"] = name
+    source = open_source(write(kind, table, rows))
+    assert names(source) == ["a", *LABELS[kind][1:]] == [source.read(index).name for index in range(3)]
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter", "gone"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "tar"])
+def test_a_file_that_changed_since_it_was_opened_stops_the_run_and_skips_no_row(
+    table: Table, rows: Rows, kind: str, change: str
+) -> None:
+    place = write(kind, table, rows)
+    source, content = open_source(place), place.read_bytes()
+    if change == "gone":
+        place.unlink()
+    else:
+        place.write_bytes(content[:-1] if change == "shorter" else content + b"\n")
+    with pytest.raises(SourceError, match="changed" if change != "gone" or kind != "parquet" else "not there"):
+        source.read(0)
+
+
+def test_a_dataset_of_other_length_is_not_taken_for_the_one_that_was_sent(table: Table, rows: Rows) -> None:
+    sent = pickle.dumps(open_source(write("dataset", table, rows)))
+    shutil.rmtree(table.root / "rows.dataset")
+    write("dataset", table, rows[:2])
+    with pytest.raises(SourceError, match="changed"):
+        pickle.loads(sent)
+
+
+@pytest.mark.parametrize("kind", [*TABLES[:3], "tar"])
+def test_a_file_that_is_not_there_is_refused(table: Table, kind: str) -> None:
+    place = table.root / f"gone.{kind}"
+    assert str(refused(SourceError, place).where) == str(place)
 
 
 @pytest.mark.parametrize("column", ["path_target", "path_control", "prompt"])
@@ -124,7 +202,10 @@ def test_a_value_of_the_wrong_type_is_named_by_its_column(
 ) -> None:
     for row in rows:
         row[column] = value
-    assert skipped(write(kind, table, rows), tmp_path / "out") == dict.fromkeys(range(3), reason)
+    place = write(kind, table, rows)
+    assert skipped(place, tmp_path / "out") == dict.fromkeys(range(3), reason)
+    number = "line 2" if kind == "jsonl" else "row 1"
+    assert refused(RowError, place, 1).where == f"{place}, {number}, column {column}"
 
 
 @pytest.mark.parametrize("kind", [*TABLES, "tar"])
@@ -132,13 +213,9 @@ def test_two_rows_of_one_name_are_refused(table: Table, rows: Rows, kind: str) -
     for row, name in zip(rows, ("same", "other", "same"), strict=True):
         row["name"] = name
     error = refused(SourceError, write(kind, table, rows))
+    places = {"csv": "on lines 2 and 4", "jsonl": "on lines 1 and 3", "tar": "with other rows between its files"}
     assert error.what == "two rows have the same name" and "same" in str(error.found)
-
-
-def test_two_images_of_one_name_are_refused_in_a_folder(table: Table, rows: Rows) -> None:
-    place = write("folder", table, rows)
-    (place / "training_images" / "1.jpg").write_text("another")
-    assert refused(SourceError, place).what == "two images have the same name"
+    assert places.get(kind, "in rows 0 and 2") in str(error.found)
 
 
 @pytest.mark.parametrize("kind", TABLES)
