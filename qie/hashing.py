@@ -42,7 +42,7 @@ def file_hashes(paths: Iterable[Path]) -> dict[Path, str]:
 
 
 def bytes_to_hash(paths: Iterable[Path]) -> int:
-    """How many bytes `file_hashes` would read: those of files that are not remembered."""
+    """The bytes that `file_hashes` would read: those of files whose hashes are not remembered."""
     memory = _recall()
     return sum(path.stat().st_size for path in paths if _identity(path) not in memory)
 

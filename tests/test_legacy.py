@@ -315,7 +315,7 @@ def test_the_examples_of_the_documents_run(config: Path, photos: Path) -> None:
 
 
 def test_a_loader_of_what_no_cache_holds_is_refused(tmp_path: Path, photos: Path) -> None:
-    with pytest.raises(UsageError, match="no class of one's own is imported"):
+    with pytest.raises(UsageError, match="no custom dataset class is imported"):
         loader("os.system", {"dataset_path": str(photos)})
     with pytest.raises(UsageError, match="ImageDataset has no image_size") as caught:
         loader(str(photos), image_size=[832, 576])

@@ -1,4 +1,4 @@
-"""From a file to a Config, and from what pydantic finds wrong to words for those who wrote the file."""
+"""Loading a Config from a file, and explaining pydantic's errors to those who wrote the file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def required(value: T | None, key: str, why: str) -> T:
 
 
 def _validated(tree: Any, texts: dict[Key, str]) -> Config:
-    """The configuration. Values from the environment stay texts where nothing else is taken: `run_name: ${JOB}`."""
+    """The configuration. Values of the environment stay texts where a field takes no other: `run_name: ${JOB}`."""
     try:
         return Config.model_validate(tree)
     except PydanticError as error:

@@ -1,4 +1,4 @@
-"""What keys and options of earlier programs are called here.
+"""The names here of keys and options of earlier programs.
 
 The programs are qwen-image-finetune, musubi-tuner, diffusion-pipe and ai-toolkit; docs/migration.md has the same rows.
 """
@@ -221,7 +221,7 @@ MOVED = {
 
 
 def moved(key: str) -> str | None:
-    """What to write instead of a key (`lora.rank`) that qie does not have there; None if nobody ever had it.
+    """The key to write instead of one (`lora.rank`) that qie does not have there; None if no program ever had it.
 
     A key that qie has in another section is answered with its place there.
     """

@@ -93,14 +93,14 @@ class Section(BaseModel):
 
 
 MAX_AREA_PX = 178_956_970
-"""Of an image that is read, and of what a model may see: what Pillow takes."""
+"""The largest image that Pillow reads, and the largest area of an encoder's image."""
 
 Pixels = Annotated[int, Field(gt=0, le=MAX_AREA_PX)]
 Side = Annotated[int, Field(gt=0, le=MAX_AREA_PX, multiple_of=16)]
 Area = Pixels | list[Pixels] | None
 
 USUAL_AREA_PX = 256 * 256
-"""Whoever gives a smaller area has more often given a side."""
+"""A smaller number is more often a side than an area."""
 
 
 def _usual(area: Area, info: ValidationInfo) -> Area:
@@ -137,15 +137,15 @@ class SourceConfig(Section):
     source: Place = Field(description="Rows: whatever qie.open_source understands.")
     name: str | None = Field(None, description="In messages and indexes; default: the last part of the path.")
     weight: float = Field(
-        1.0, ge=1e-6, le=1000, description="How often its rows are drawn in training, against the others'."
+        1.0, ge=1e-6, le=1000, description="How often training draws its rows, relative to the others'."
     )
 
 
 class AugmentConfig(Section):
-    """What further variants of a row are made of; see cache.variants. Target, controls and mask alike."""
+    """Augmentation of further variants of a row, see cache.variants: of target, controls and mask alike."""
 
-    flip: bool = Field(False, description="Mirrored, left to right, by chance.")
-    crop: float = Field(1.0, ge=0.01, le=1.0, description="Cropped to between this part of each side and all of it.")
+    flip: bool = Field(False, description="Mirror half of them, left to right, at random.")
+    crop: float = Field(1.0, ge=0.01, le=1.0, description="Crop each side to at least this part of it, at random.")
 
 
 class DataConfig(Section):
@@ -156,14 +156,12 @@ class DataConfig(Section):
         description="Rows, for qie-precompute and for live encoding: whatever qie.open_source understands, or several.",
     )
     batch_size: Batch = Field(1, description="Per process.")
-    tail: Literal["pad", "drop"] = Field("pad", description="The last, incomplete batch of each shape.")
+    tail: Literal["pad", "drop"] = Field("pad", description="Pad or drop the last, incomplete batch of each shape.")
     caption_dropout_rate: Fraction = Field(0.0, description="How often the null prompt replaces the prompt.")
     control_dropout_rate: Fraction = Field(
-        0.0, description="How often zeros replace the latents of all controls; what Qwen2.5-VL saw of them stays."
+        0.0, description="How often zeros replace the latents of all controls; their vision features stay."
     )
-    allow_tiny: bool = Field(
-        False, description="Areas may be below 65536, 256 × 256: what a model can hardly learn from."
-    )
+    allow_tiny: bool = Field(False, description="Allow areas below 65536, 256 × 256, from which a model hardly learns.")
     area_px: Annotated[Area, AfterValidator(_usual)] = Field(
         None,
         description="Image area for the VAE; of a list, the largest that does not enlarge. null: the family's own.",
@@ -174,26 +172,24 @@ class DataConfig(Section):
     text_area_px: Annotated[Pixels | None, AfterValidator(_usual)] = Field(
         None, description="Image area for Qwen2.5-VL; null is the family's own (edit: the VAE's image)."
     )
-    multiple_px: Literal[16, 32, 64] | None = Field(None, description="Sizes by area are multiples of it; null: 32.")
+    multiple_px: Literal[16, 32, 64] | None = Field(None, description="Sizes by area are multiples of this; null: 32.")
     background: Annotated[str, AfterValidator(_colour)] = Field(
         "#ffffff", description="Colour behind transparent images."
     )
     augment: AugmentConfig = AugmentConfig()
     order: Literal["shuffle", "blocks"] = Field(
         "shuffle",
-        description="blocks: shuffled within block_size shards at a time, for stores that are slow at random.",
+        description="blocks: shuffle within block_size shards at a time, for stores with slow random access.",
     )
     block_size: Count = Field(16, description="Shards in a block.")
     similar_lengths: CountOrZero = Field(
-        64, description="So many batches of a shape are filled by prompt length, so that they pad little; 0: none."
+        64, description="Sort prompts by length within this many batches of a shape, to pad less; 0: do not sort."
     )
     prefetch: int = Field(2, gt=0, le=1024, description="Batches prepared ahead.")
     reader_threads: int = Field(
-        2, gt=0, le=1024, description="How many are prepared at once; live encoding takes one more."
+        2, gt=0, le=1024, description="Threads that prepare batches; live encoding uses one more."
     )
-    max_image_px: Pixels = Field(
-        MAX_AREA_PX, description="Larger images are refused; Pillow takes none above the default."
-    )
+    max_image_px: Pixels = Field(MAX_AREA_PX, description="Refuse larger images. Pillow reads none above the default.")
 
     @model_validator(mode="after")
     def _check_sizes(self) -> DataConfig:
@@ -205,11 +201,11 @@ class DataConfig(Section):
 
 
 class KeepConfig(Section):
-    """What of the samples stays in memory after its first use, for datasets that fit."""
+    """Tensors that stay in memory after their first use, for datasets that fit."""
 
-    latents: Literal["none", "cpu", "gpu"] = Field("none", description="Where latents, of targets and controls, stay.")
+    latents: Literal["none", "cpu", "gpu"] = Field("none", description="Where latents of targets and controls stay.")
     embeds: Literal["none", "cpu", "gpu"] = Field("none", description="Where prompts' embeddings stay.")
-    budget_bytes: Bytes = Field(8 * 10**9, description="Altogether; what comes when it is spent is not kept.")
+    budget_bytes: Bytes = Field(8 * 10**9, description="Memory for all of it; later samples are read again each epoch.")
 
 
 class ShardCacheConfig(Section):
@@ -218,13 +214,13 @@ class ShardCacheConfig(Section):
     cache_dir: Place | None = Field(None, description="qie-precompute writes here, qie-train reads here; path or URL.")
     use_cache: bool = Field(
         True,
-        description="Train on the shards in cache_dir; what they lack of data.source is encoded live. false: all.",
+        description="Train on the shards in cache_dir and encode live what they lack of data.source; false: all.",
     )
     trust_published: bool = Field(
-        False, description="Train on shards as they are: do not read the rows of data.source to compare them."
+        False, description="Train on shards as they are, without comparing them with the rows of data.source."
     )
     accept_recipe: bool = Field(
-        False, description="Train on shards of another recipe than this configuration's, as they are; run.json says so."
+        False, description="Train on shards of another recipe than this configuration's; run.json records it."
     )
     vae_encoder_device: str = Field("auto", description="auto is the process's own GPU, or the CPU without one.")
     text_encoder_device: str = Field("auto", description="auto is the process's own GPU, or the CPU without one.")
@@ -238,7 +234,7 @@ class ShardCacheConfig(Section):
         1,
         gt=0,
         le=1000,
-        description="Variants of a row at most: its captions and, with data.augment, augmented ones. One per epoch.",
+        description="Most variants of a row: its captions and, with data.augment, augmented ones. An epoch uses one.",
     )
     share_prefix: bool = Field(
         False, description="Rows with the same controls share their pass through Qwen2.5-VL; about 1e-6 from exact."
@@ -250,15 +246,16 @@ class ShardCacheConfig(Section):
         "null: none. 96 takes up to 28 kB.",
     )
     verify: Annotated[Literal["off", "first", "always"], word("off")] = Field(
-        "first", description="When a record is checked against its hash: never, when first read, or always."
+        "first", description="When to check a record against its hash: never, on its first read, or always."
     )
     local_dir: LocalPath | None = Field(
         None, description="Keep shards from URLs in this folder, for all processes here."
     )
-    local_bytes: Bytes = Field(100 * 10**9, description="How much of them; what was used longest ago goes first.")
+    local_bytes: Bytes = Field(100 * 10**9, description="Size of local_dir. The least recently used goes first.")
     keep: KeepConfig = KeepConfig()
     write_through: bool = Field(
-        False, description="Encoding live, write the shards to cache_dir in the first epoch and train on them then on."
+        False,
+        description="While encoding live, write shards to cache_dir in the first epoch; then train on them.",
     )
     follow_timeout_s: float = Field(
         3600.0, gt=0.0, le=1e7, description="How long to wait for the next shard with --follow."
@@ -266,11 +263,11 @@ class ShardCacheConfig(Section):
 
 
 MAX_STEPS, MAX_CFG = 1000, 100.0
-"""Of painting: the noise levels that a scheduler knows, and a guidance beyond which there are only colours."""
+"""Limits of inference: the noise levels that a scheduler knows, and a guidance beyond which images are only colours."""
 
 MAX_LR = 1000.0
 MAX_ARGUMENT = 3e38
-"""What float32 holds."""
+"""The largest float32."""
 
 Quantization = Literal["fp8", "int8", "nf4"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "swanlab", "clearml", "aim", "dvclive"]
@@ -298,22 +295,22 @@ class LoraConfig(Section):
 
     r: int = Field(16, gt=0, le=4096, description="Rank.")
     lora_alpha: Factor = Field(32, description="The adapter's output is scaled by lora_alpha / r.")
-    lora_dropout: Fraction = Field(0.0, description="How often an input of the adapter is zero.")
+    lora_dropout: Fraction = Field(0.0, description="How often an input of the adapter is set to zero.")
     target_modules: list[str] | str = Field(
         ["to_q", "to_k", "to_v", "to_out.0"], description="Module name endings, or one regular expression."
     )
     use_rslora: bool = Field(False, description="Scale by lora_alpha / √r instead.")
-    use_dora: bool = Field(False, description="Train the length of each weight column apart from its direction.")
+    use_dora: bool = Field(False, description="Train the magnitude of weight columns apart from their direction.")
     init_lora_weights: Literal["gaussian", "kaiming", "orthogonal"] = Field(
-        "gaussian", description="How it begins; whichever, it changes nothing before the first step."
+        "gaussian", description="Initialization. With any of them, the adapter changes nothing before the first step."
     )
     continue_from: LocalPath | None = Field(
-        None, description="Begin with the weights of this adapter: a checkpoint's folder, or a LoRA of diffusers."
+        None, description="Start from the weights of this adapter: a checkpoint's folder, or a LoRA of diffusers."
     )
 
 
 class AdapterConfig(Section):
-    """A further adapter, which stays as it is and is part of the model while it is trained."""
+    """A further, frozen adapter: part of the model during training."""
 
     path: LocalPath = Field(description="A checkpoint's folder, or a LoRA of diffusers.")
     scale: float = Field(1.0, ge=-1000, le=1000, description="Its output is multiplied by it.")
@@ -324,8 +321,8 @@ class ModelConfig(Section):
 
     pretrained_model_name_or_path: str = Field(description="Hub name or folder, in the diffusers layout.")
     family: Literal["auto", "edit", "edit_plus"] = Field("auto", description="auto reads model_index.json.")
-    lora: LoraConfig | None = Field(LoraConfig(), description="null: all weights of the transformer are trained.")
-    adapters: list[AdapterConfig] = Field([], description="Further adapters that stay as they are.")
+    lora: LoraConfig | None = Field(LoraConfig(), description="null: train all weights of the transformer.")
+    adapters: list[AdapterConfig] = Field([], description="Further adapters, which stay frozen.")
     quantize: Quantization | None = Field(
         None, description="How the transformer's linear layers are stored, under a LoRA; needs the extra quant."
     )
@@ -347,7 +344,7 @@ class TrainConfig(Section):
 
     max_steps: Count = Field(2000, description="Optimizer steps altogether.")
     epochs: Annotated[int, Field(gt=0, le=100_000)] | None = Field(
-        None, description="Instead of max_steps: so many passes over the data."
+        None, description="Passes over the data, instead of max_steps."
     )
     gradient_accumulation_steps: int = Field(
         1, gt=0, le=4096, description="Batches of each process per optimizer step."
@@ -356,15 +353,19 @@ class TrainConfig(Section):
         True, description="Recompute blocks' activations instead of keeping them; n: those of every n-th block."
     )
     mixed_precision: Annotated[Literal["no", "bf16"], word("no")] = Field(
-        "bf16", description="In which the model computes, and what is frozen is kept; no is float32."
+        "bf16", description="Precision of computation and of frozen weights; no is float32."
     )
-    trained_dtype: Literal["float32", "bfloat16"] = Field("float32", description="In which trained weights are kept.")
-    max_grad_norm: Factor | None = Field(1.0, description="Longer gradients are scaled down to it; null: none.")
+    trained_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of trained weights.")
+    max_grad_norm: Factor | None = Field(1.0, description="Scale longer gradients down to this norm; null: never.")
     max_nonfinite_steps: Count = Field(
-        1, description="Stop after so many steps in a row whose loss or gradient is not finite; none changes a weight."
+        1,
+        description="Stop after this many steps in a row without a finite loss and gradient; they change no weight.",
     )
     ema_decay: float | None = Field(
-        None, gt=0.0, lt=1.0, description="Also keep an average of the trained weights, this much of it at each step."
+        None,
+        gt=0.0,
+        lt=1.0,
+        description="Also keep a moving average of the trained weights, of this decay.",
     )
     compile: bool = Field(False, description="Run the transformer's blocks through torch.compile.")
     offload_blocks: int = Field(
@@ -374,12 +375,12 @@ class TrainConfig(Section):
         description="Offload the frozen weights of this many blocks to host memory; these blocks are checkpointed.",
     )
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(
-        0, description="Of the order of samples, noise, dropout and the first weights: equal seeds are equal runs."
+        0, description="Seed of sample order, noise, dropout and initial weights: equal seeds give equal runs."
     )
     output_dir: LocalPath = Field("runs/edit", description="Where checkpoints, metrics and samples go.")
     checkpoint_every: Count = Field(500, description="Steps between checkpoints; the last step always has one.")
     keep_last: Count | None = Field(None, description="Keep this many of the latest checkpoints; null: all.")
-    keep_every: Count | None = Field(None, description="Keep those of every so many steps in any case.")
+    keep_every: Count | None = Field(None, description="Also keep each checkpoint at a multiple of this step.")
 
     @model_validator(mode="after")
     def _check_length(self) -> TrainConfig:
@@ -402,10 +403,10 @@ class SchedulerConfig(Section):
 
     scheduler_type: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
-    ] = Field("cosine", description="How the learning rate goes down after the warmup, until the last step.")
+    ] = Field("cosine", description="How the learning rate falls after the warmup, until the last step.")
     warmup_steps: CountOrZero = Field(
         100,
-        description="Steps in which it grows from 0; fewer than the run has. constant has none.",
+        description="Steps in which the learning rate grows from 0, fewer than the run has. constant has none.",
     )
     num_cycles: Count = Field(1, description="Of cosine_with_restarts.")
     power: float = Field(1.0, gt=0.0, le=100, description="Of polynomial.")
@@ -419,7 +420,7 @@ class LossConfig(Section):
     """Flow matching: which noise levels, how weighted."""
 
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = Field(
-        "logit_normal", description="From what noise levels are drawn, before the shift."
+        "logit_normal", description="Distribution of the noise levels, before the shift."
     )
     logit_mean: float = Field(0.0, ge=-100, le=100, description="Of logit_normal: above 0, more noise.")
     logit_std: float = Field(1.0, gt=0.0, le=100, description="Of logit_normal.")
@@ -428,44 +429,44 @@ class LossConfig(Section):
         "dynamic", description="dynamic is the scheduler's own, by image size; a number is a static shift."
     )
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
-        "none", description="How noise levels weigh; the names are those of SD3 in diffusers."
+        "none", description="Weight of each noise level, by the names that diffusers uses for SD3."
     )
     kind: Literal["mse", "huber"] = Field("mse", description="huber counts large errors less.")
     huber_delta: Factor = Field(1.0, description="Of huber: errors beyond it count linearly.")
     mask_foreground_weight: Factor = Field(
-        1.0, description="Weight of a mask's bright parts; if it equals the background's, masks do nothing."
+        1.0, description="Weight of a mask's bright parts. Masks do nothing if it equals the background's."
     )
     mask_background_weight: float = Field(
         1.0,
         ge=0.0,
         le=1e6,
-        description="Weight of what a mask leaves dark. Only the ratio to the foreground's matters.",
+        description="Weight of a mask's dark parts. Only the ratio to the foreground's matters.",
     )
 
 
 class SampleConfig(Section):
-    """An image that is generated at each validation."""
+    """An image to generate at each validation."""
 
     images: Annotated[list[LocalPath], Field(min_length=1)] = Field(
         description="Images to edit: one, or several for edit_plus."
     )
     prompt: str = Field(description="The instruction.")
     negative_prompt: str = Field(" ", description="What to steer away from.")
-    seed: int = Field(0, ge=0, lt=1 << 63, description="Of the noise.")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="Seed of the noise.")
 
 
 class ValidationConfig(Section):
     """Loss on rows that are kept out of training, with fixed noise, and sample images."""
 
     every: Count = Field(200, description="Steps between validations; before the first and after the last, too.")
-    rows: CountOrZero = Field(16, description="How many rows are kept out of training; 0 validates nothing.")
+    rows: CountOrZero = Field(16, description="Rows to keep out of training; 0: no validation loss.")
     samples: list[SampleConfig] = Field([], description="Images to generate at each validation.")
-    sample_steps: int = Field(20, ge=2, le=MAX_STEPS, description="Denoising steps of them.")
-    sample_cfg: float = Field(4.0, ge=1.0, le=MAX_CFG, description="Guidance scale of them; 1 does without.")
+    sample_steps: int = Field(20, ge=2, le=MAX_STEPS, description="Denoising steps of the samples.")
+    sample_cfg: float = Field(4.0, ge=1.0, le=MAX_CFG, description="Guidance scale of the samples; 1: no guidance.")
 
 
 class Devices(Section):
-    """Where the components of qie-predict live. auto is the process's own GPU, or the CPU without one."""
+    """Devices of the components in qie-predict. auto is the process's own GPU, or the CPU without one."""
 
     vae: str = Field("auto", description="Such as cuda:0 or cpu.")
     text_encoder: str = Field("auto", description="Such as cuda:1.")
@@ -479,13 +480,13 @@ class PredictConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What is written while training. metrics.jsonl and run.json in the output folder are always written."""
+    """Trackers of a run. qie-train always writes metrics.jsonl and run.json into the output folder, too."""
 
     report_to: list[Tracker] = Field([], description="Trackers of accelerate; each needs its own package.")
-    project: str = Field("qie", description="What the run is filed under.")
+    project: str = Field("qie", description="Project of the run, in trackers.")
     run_name: str | None = Field(None, description="Name of the run, for trackers that have one.")
     peak_tflops: Factor | None = Field(
-        None, description="What the GPU can do in train.mixed_precision, for MFU; null: known for common GPUs."
+        None, description="The GPU's peak in train.mixed_precision, for MFU; null: looked up for common GPUs."
     )
 
 

@@ -1,4 +1,4 @@
-"""What the user typed: YAML without its traps, and references to the environment in its values.
+"""The text that the user typed: YAML without its traps, and references to the environment in its values.
 
 A value may hold ${NAME} or ${NAME:-default}; $${ is a plain ${.
 """
@@ -57,7 +57,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML document says.
+    """The values of a YAML document.
 
     Raises:
         ValueError: it is no YAML; one line says why.
@@ -79,7 +79,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """How many values a node stands for when each alias is replaced by what it means, which is not done to count."""
+    """The number of values that a node stands for once each alias is replaced. Counting replaces none."""
     if known.get(node) == 0:
         raise ValueError("a section contains itself")
     if node not in known:
@@ -91,7 +91,7 @@ def _values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
 
 
 def line_of(text: str, key: Sequence[object]) -> tuple[int, int]:
-    """How many steps of the way to a value a YAML document has, and the line of the last of them, from 1."""
+    """The steps of the way to a value that a YAML document has, and the line of the last of them, from 1."""
     node: Any = yaml.compose(text, _Loader)
     line, depth = 1, 0
     for depth, step in enumerate(key):
@@ -115,7 +115,7 @@ def _pairs(node: Any) -> list[tuple[Any, Any]]:
 
 
 def parse_scalar(text: str) -> Any:
-    """What a text means where one value stands: a number, true, null, or itself. It never becomes a list or section."""
+    """A text as one value: a number, true, null, or itself. It never becomes a list or section."""
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
     try:
@@ -132,14 +132,14 @@ _REFERENCE = re.compile(r"(?P<escape>\$\$\{)|\$\{(?:(?P<name>[A-Za-z_]\w*)(?::-(
 
 @dataclass(frozen=True)
 class Typed:
-    """What the user typed: a file, and the values that --set put in place of the file's, first to last."""
+    """The sources of a configuration: a file, and the values that --set put in place of the file's, first to last."""
 
     path: Path
     text: str
     overrides: list[Key]
 
     def where(self, key: Key) -> str:
-        """Where the value at `key` comes from: `--set data.area_px`, or `my.yaml:12, data.area_px`."""
+        """The origin of the value at `key`: `--set data.area_px`, or `my.yaml:12, data.area_px`."""
         found, line = line_of(self.text, key)
         above = any(override == key[: len(override)] for override in self.overrides)
         within = any(key == override[: len(key)] for override in self.overrides)

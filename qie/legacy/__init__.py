@@ -1,6 +1,6 @@
 """The names that users of qwen-image-finetune and Quaterion know, as faces on qie's modules.
 
-Each says in its docstring, behind "Now:", what to call instead. docs/migration.md tells how to move over.
+Each docstring names, after "Now:", the call that takes its place. docs/migration.md describes the migration.
 """
 
 from qie.errors import UsageError

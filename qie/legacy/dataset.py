@@ -105,7 +105,7 @@ def loader(
     named = class_path.rpartition(".")[2] == "ImageDataset"
     if init_args is not None and not named:
         hint = "other datasets are sources: a folder, CSV, JSONL, Parquet, Hugging Face or tars; qie.open_source"
-        raise UsageError("no class of one's own is imported", expected="ImageDataset", found=class_path, hint=hint)
+        raise UsageError("no custom dataset class is imported", expected="ImageDataset", found=class_path, hint=hint)
     dataset = ImageDataset({**(init_args or {}), **more, **({} if named else {"dataset_path": class_path})})
     batches = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, collate_fn=_together)
     batches.cache_manager = dataset.cache_manager

@@ -103,7 +103,7 @@ class EmbeddingCacheManager:
     def clear_cache(self, cache_type: str | None = None) -> None:
         """Delete single tensors: those of one kind; without a kind all of them, and all shards.
 
-        Now: rarely needed: what changed is encoded again by itself. To begin anew, delete the folder.
+        Now: rarely needed: qie-precompute encodes changed rows again. To start over, delete the folder.
 
         Raises:
             UsageError: a kind is named, and there are shards, which hold all kinds together. Nothing was deleted.

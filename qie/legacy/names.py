@@ -1,4 +1,4 @@
-"""What names of the earlier programs became that have no face here. docs/migration.md has the same rows.
+"""Names of the earlier programs that have no counterpart here, and what replaced them, as docs/migration.md lists them.
 
 Names of configuration keys are in `qie.config.moved`.
 """
@@ -29,7 +29,7 @@ INSTEAD = {
 
 
 def missing(name: str, owner: str, error: type[UsageError] = GoneError) -> UsageError:
-    """What to say of a name that `owner` does not have: what took its place, if anything did."""
+    """The error for a name that `owner` does not have, with its replacement, if there is one."""
     now = f"now: {INSTEAD[name]}" if name in INSTEAD else moved(name)
     return error(f"{owner} has no {name}", hint=f"{now}; see docs/migration.md" if now else "see docs/migration.md")
 

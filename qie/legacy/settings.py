@@ -93,7 +93,7 @@ class CacheConfig:
             raise ConfigError("a cache needs cache_type or mapping", where="CacheConfig")
 
     def types(self) -> dict[str, CacheType]:
-        """Of each encoder, where what it gave stays: CPU, GPU or NONE.
+        """The place of each encoder's outputs: CPU, GPU or NONE.
 
         Raises:
             ConfigError: GPU, and there is none.
@@ -132,7 +132,7 @@ class CacheConfig:
         return changed(config, values)
 
     def key(self, encoder: str, value: object) -> str:
-        """What `value` is known by in `EmbeddingCacheManager`: 64 hex characters, from its extractor or from itself.
+        """The hash by which `EmbeddingCacheManager` knows `value`: 64 hex characters, of its extractor or itself.
 
         Raises:
             UsageError: it is no text, bytes or number, and there is no extractor that makes one of it.

@@ -153,7 +153,7 @@ def coverage_strip(part: Coverage) -> Html:
 
 
 def legend() -> Html:
-    """What the colours of strips mean."""
+    """The meaning of the strips' colours."""
     kinds = {
         "covered": "covered",
         "missing": "missing, or in part",

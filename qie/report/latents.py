@@ -20,7 +20,7 @@ _FINITE = np.isfinite(_VALUES)
 
 @dataclass(frozen=True)
 class LatentStatistics:
-    """Of the targets' latents of some samples, as they are stored.
+    """Statistics of the targets' latents of some samples, as they are stored.
 
     Attributes:
         samples, values: how many.
@@ -54,7 +54,7 @@ class LatentCounts:
         self._samples += 1
 
     def statistics(self) -> LatentStatistics | None:
-        """What was counted; None if nothing was."""
+        """The statistics of all latents; None without any."""
         if not self._samples:
             return None
         counts, values = self._counts[:, _FINITE], _VALUES[_FINITE]

@@ -1,4 +1,4 @@
-"""Looking into a bounded number of records, spread over all shards: what the indexes do not say."""
+"""A look into a bounded number of records, spread over all shards, for facts that no index holds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOOKED_AT = 64
 """Records that are read, unless a larger gallery is asked for."""
 
 Decode = Callable[[torch.Tensor], Image.Image]
-"""From a latent as it is stored, [C, 1, H, W], to the picture that it is of."""
+"""Decodes a latent as it is stored, [C, 1, H, W], to its picture."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Look:
-    """What some records hold.
+    """The content of some records.
 
     Attributes:
         latents: of all that could be read; None if none could.
@@ -92,7 +92,7 @@ class Look:
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What is kept of a record: not the large part of it."""
+    """The small part of a record, which is kept."""
 
     entry: Entry
     prompt: str
@@ -139,7 +139,7 @@ def spread(count: int, among: int) -> list[int]:
 
 
 def _read(indexes: Sequence[File], count: int) -> Iterator[tuple[File, _Seen | QieError]]:
-    """From each shard as many as its rows are due, or what is wrong with it, or with one of them."""
+    """Records of each shard, in proportion to its rows; or the error of the shard or record."""
     stops = list(accumulate(stop - start for start, stop in map(rows_of, indexes)))
     due = Counter(bisect_right(stops, row) for row in spread(count, stops[-1]))
     for place, wanted in sorted(due.items()):

@@ -36,7 +36,7 @@ def tag(name: str, *children: str, **attributes: str | float | None) -> Html:
 
 
 def join(*parts: str) -> Html:
-    """Parts one behind the other; text among them is escaped."""
+    """Parts one after the other; text among them is escaped."""
     return Html("".join(part if isinstance(part, Html) else _text(part) for part in parts))
 
 

@@ -35,7 +35,7 @@ _HASH_SHOWN = 16
 
 
 def header(summary: Summary, places: Sequence[str], *, verified: bool, looked_at: int) -> Html:
-    """What it is about, whether all is well, and the counts."""
+    """The shards' places, the verdict, and the counts."""
     title = ", ".join(cut(place, MOST_PATH) for place in places[:MOST_PLACES])
     if len(places) > MOST_PLACES:
         title += f" and {len(places) - MOST_PLACES:,} more"
@@ -50,7 +50,7 @@ def header(summary: Summary, places: Sequence[str], *, verified: bool, looked_at
 
 
 def faults(summary: Summary) -> Html:
-    """What is wrong; nothing if nothing is."""
+    """The faults; empty without any."""
     if not summary.faults:
         return join()
     lines = [tag("li", foreign(fault, 1000)) for fault in summary.faults[:MOST_FAULTS]]
@@ -72,7 +72,7 @@ def coverage(summary: Summary) -> Html:
 
 
 def sizes(summary: Summary) -> Html:
-    """How large targets and controls are, and what each tensor takes."""
+    """Sizes of targets and controls, and bytes of each tensor."""
     shapes = counted(summary.shapes, "target from controls", "samples", MOST_NAMES)
     totals = {name: f"{human_bytes(size)}" for name, size in summary.tensor_bytes.items()}
     tensors = counted(summary.tensor_bytes, "tensor", "a sample", MOST_NAMES, totals)
@@ -104,7 +104,7 @@ def skipped(summary: Summary) -> Html:
 
 
 def recipes(summary: Summary) -> Html:
-    """How the samples were made."""
+    """The recipes of the samples."""
     shown = list(summary.recipe_fields.items())[:MOST_RECIPES]
     parts = [
         panel(tag("h3", f"{digest}, in {_count(summary.recipes[digest], 'shard')}", class_="code"), _fields(fields))
@@ -166,7 +166,7 @@ def _count(count: int, unit: str) -> str:
 
 
 def lengths(summary: Summary) -> Html:
-    """How long prompts are."""
+    """The lengths of prompts."""
     title = tag("h3", "Prompt lengths")
     if not summary.lengths:
         return panel(title, note("There are no samples."))
@@ -177,7 +177,7 @@ def lengths(summary: Summary) -> Html:
 
 
 def latents(found: LatentStatistics | None) -> Html:
-    """What values the targets' latents have, altogether and by channel."""
+    """The values of the targets' latents, altogether and by channel."""
     if found is None:
         return panel(tag("h3", "Latents"), note("No record could be read."))
     mean = sum(found.means) / len(found.means)

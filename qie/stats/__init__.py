@@ -1,4 +1,4 @@
-"""What shards hold, why rows are not in them, and what an epoch over them would be: all from their indexes."""
+"""Facts about shards, all from their indexes: their content, why a row is not in them, and a preview of an epoch."""
 
 from qie.stats.explain import Explanation, explain_rows
 from qie.stats.planning import EpochPlan, preview_epoch

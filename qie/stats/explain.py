@@ -40,7 +40,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the shards have of one variant of a row.
+    """The state of one variant of a row in the shards.
 
     Attributes:
         row, variant, name, source: as the source calls it now.
@@ -64,7 +64,7 @@ class Explanation:
     Attributes:
         recipe: digest of the recipe asked for.
         verdicts: in the order of rows and variants.
-        faults: indexes that cannot be read, a line each; what they hold is taken for missing.
+        faults: indexes that cannot be read, a line each; their rows count as missing.
     """
 
     recipe: str
@@ -78,7 +78,7 @@ class Explanation:
 
     @property
     def causes(self) -> dict[str, int]:
-        """What changed, without how -> number of rows."""
+        """Changed input or field -> number of rows."""
         return dict(Counter(cause.what for verdict in self.verdicts for cause in verdict.causes).most_common())
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def explain_rows(
 
 
 class _Older(NamedTuple):
-    """What an entry says of its row's content."""
+    """The content of a row as an older entry records it."""
 
     recipe: Recipe
     key: str
@@ -126,7 +126,7 @@ class _Older(NamedTuple):
 
 @dataclass
 class _Known:
-    """What shards hold, by content and by what rows are called."""
+    """The entries of shards, by content and by the name of their row."""
 
     keys: set[str] = field(default_factory=set)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -176,7 +176,7 @@ def _attempt(file: File) -> ShardIndex | QieError:
 
 
 def _causes(row: Row, recipe: Recipe, older: _Older) -> Iterator[Cause]:
-    """In what a row differs from an entry of other content."""
+    """The differences between a row and an entry of other content."""
     now, then = row_inputs(row), older.inputs
     if then:
         for name in [*now, *(then.keys() - now.keys())]:

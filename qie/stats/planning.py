@@ -1,4 +1,4 @@
-"""What an epoch over shards would be: steps, padding, what a last batch lacks, and bytes. Reads indexes only."""
+"""A preview of an epoch over shards: steps, padding, incomplete batches and bytes. Reads indexes only."""
 
 from __future__ import annotations
 

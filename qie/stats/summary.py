@@ -1,4 +1,4 @@
-"""What shards hold, counted from their indexes, many at a time; their tars are read only to be verified.
+"""The content of shards, counted from their indexes, many at a time. Tars are read only to be verified.
 
 The table, the JSON and the page of qie-stats all show the same Summary.
 """
@@ -37,7 +37,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Coverage:
-    """What is there of the rows of one folder; everything in half-open ranges of row numbers, in order.
+    """The rows of one folder, all in half-open ranges of row numbers, in order.
 
     Attributes:
         folder: its path or URL.
@@ -110,7 +110,7 @@ class Summary:
     faults: list[str]
 
     def beside(self, rows: int) -> Summary:
-        """The same, compared with a source of `rows` rows: what it has behind the last shard is missing, too."""
+        """The same, compared with a source of `rows` rows: its rows after the last shard are missing, too."""
         ends = {one.folder: max(stop for _, stop in [*one.ranges, *one.faulty]) for one in self.coverage}
         folder = max(ends, key=lambda name: ends[name])
         if ends[folder] < rows:
@@ -225,7 +225,7 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 @dataclass
 class Tally:
-    """What was counted so far. The first three are by folder."""
+    """The counts so far. The first three are by folder."""
 
     ranges: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
     faulty: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))

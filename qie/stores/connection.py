@@ -144,7 +144,7 @@ def _confined() -> dict[str, str]:
     """Options by which requests of a bucket reach its service alone, and those who give credentials.
 
     obstore follows a redirect to any host. It takes the signature away, but sends the session token along. So what is
-    asked of another host goes to a proxy that does not exist. Where a proxy is set, requests go to that one as ever.
+    asked of another host goes to a proxy that does not exist. Where a proxy is set, requests go to that one as before.
     """
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
         return {}
@@ -154,6 +154,6 @@ def _confined() -> dict[str, str]:
 
 
 def _trust(options: dict[str, Any], variable: str) -> None:
-    """Trust the certificates of a file as well, as those of a service of one's own."""
+    """Trust the certificates of a file as well, such as those of a private service."""
     if path := os.environ.get(variable):
         options["client_options"]["root_certificate"] = Path(path).read_bytes()

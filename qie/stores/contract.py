@@ -26,7 +26,7 @@ class StoreError(QieError):
 
     @property
     def reason(self) -> str:
-        """In a few words: what the system said, or else what is wrong."""
+        """The system's message, or else the error's own."""
         cause = self.__cause__
         return (cause.strerror if isinstance(cause, OSError) else None) or self.what
 
@@ -77,11 +77,11 @@ class Folder(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """Whatever is directly in the folder, folders included, in order. Without the folder there is nothing."""
+        """The names of all files and folders directly in it, in order; none of a missing folder."""
         ...
 
     def listing(self) -> dict[str, int]:
-        """The files directly in the folder and their sizes in bytes, by name. Without the folder there are none."""
+        """The files directly in the folder and their sizes in bytes, by name; none of a missing folder."""
         ...
 
     def stamps(self) -> dict[str, str]:

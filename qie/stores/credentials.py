@@ -1,7 +1,8 @@
-"""What object stores are opened with.
+"""Credentials of object stores.
 
-obstore reads the environment, and asks the metadata service of a cloud's machine when it finds nothing there. Elsewhere
-that service is waited for in vain, for minutes; hence it is looked for here before. AWS profiles obstore does not read.
+obstore reads the environment. When it finds nothing there, it asks the metadata service of a cloud's machine; on any
+other machine it would wait minutes for an answer, so this module first probes the service. This module also reads AWS
+profiles, which obstore does not.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def s3_endpoint(profile: dict[str, str] | None = None) -> str | None:
 
 
 def demand_credentials(scheme: str) -> None:
-    """Raise StoreError when a store of Google or Azure would look for credentials in vain."""
+    """Raise StoreError when a store of Google or Azure would find no credentials."""
     if scheme == "gs" and Path(_GCLOUD).expanduser().exists():
         return
     if not _is_set(scheme):
@@ -105,7 +106,7 @@ def _is_set(scheme: str) -> bool:
 
 
 def _aws_profile() -> dict[str, str]:
-    """What the profile AWS_PROFILE, or the default one, holds in the files of the AWS tools."""
+    """The settings of the profile AWS_PROFILE, or of the default one, in the files of the AWS tools."""
     name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
     files = {
         os.environ.get("AWS_CONFIG_FILE", "~/.aws/config"): f"profile {name}" if name else "default",
@@ -176,7 +177,7 @@ def _demand_metadata(scheme: str) -> None:
 
 
 def _answer(address: str, path: str, headers: dict[str, str]) -> int | None:
-    """The status with which a web server answers; None when it does not, soon."""
+    """The status of a web server's answer; None without an answer in time."""
     url = urlsplit(address)
     try:
         connection = http.client.HTTPConnection(url.hostname or "", url.port or 80, timeout=PROBE_S)

@@ -149,7 +149,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def _open_regular(path: str | Path) -> tuple[int, int]:
-    """A handle on a file, and its size. Raises MissingError for a folder, a pipe or a device, of which none is read."""
+    """A handle on a file, and its size. Raises MissingError for a folder, a pipe or a device: none is read."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # or a pipe would wait for its writer
         facts = os.fstat(handle)

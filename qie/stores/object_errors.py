@@ -10,7 +10,7 @@ from qie.stores.contract import StoreError
 MAX_CAUSE = 300
 
 NOWHERE = "127.0.0.1:1"
-"""The proxy of requests that are not to be made; nobody listens there."""
+"""The proxy of requests that must not be made. Nobody listens there."""
 
 CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL for another service; "
@@ -26,13 +26,13 @@ _NO_ACCESS = ("PermissionDeniedError", "UnauthenticatedError")
 _FINAL = ("FileNotFoundError", "AlreadyExistsError", "PreconditionError", "NotSupportedError", "InvalidPathError")
 _FINAL_WORDS = (f"{NOWHERE},", "credential", "redirect without LOCATION", "BadScheme", "Invalid range")
 # S3, to two who create at once: neither has succeeded yet; and to who completes an upload in parts once more, because
-# the first answer was lost: it has to be begun anew.
+# the first answer was lost: it has to start again.
 _PASSING_WORDS = ("ConditionalRequestConflict", "NoSuchUpload")
 _PASSING_STATUS = (408, 425, 429)
 
 
 def passes(error: Exception) -> bool:
-    """Whether an error of obstore may be gone when the same is asked again."""
+    """Whether obstore's error may pass, so that the same request may succeed later."""
     text = str(error)
     if any(words in text for words in _PASSING_WORDS):
         return True
@@ -55,7 +55,7 @@ def status(error: Exception) -> int | None:
 
 
 def no_bucket(error: Exception) -> bool:
-    """Whether not the file is missing, but all that it could lie in."""
+    """Whether the bucket is missing, not only the file."""
     return any(words in str(error) for words in _NO_BUCKET)
 
 
@@ -76,7 +76,7 @@ def store_error(error: Exception, url: str) -> StoreError:
 
 
 def cause(error: Exception) -> str:
-    """What happened, in one line: the status and the store's message, or the system's."""
+    """The cause in one line: the status and the store's message, or the system's."""
     text, _, details = str(error).partition("\n\nDebug source:")
     text = re.sub(r"(https?://)(?:[^\s/@]*@)?([^\s?]*)(\?\S*)?", r"\1\2", text)  # queries and logins may hold keys
     said = re.search(r"<Code>(.*?)</Code>(?:\s*<Message>(.*?)</Message>)?", text, re.DOTALL)

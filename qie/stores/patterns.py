@@ -24,14 +24,14 @@ _LETTERS = re.compile(r"([A-Za-z])\.\.([A-Za-z])(?:\.\.(-?\d{1,18}))?")
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether a pattern matches what is there, instead of naming it."""
+    """Whether a name is a pattern that existing files match."""
     return _GLOB.search(pattern) is not None
 
 
 def matching_files(place: str, ending: str) -> list[File]:
     """The files that a file's name, a folder or a glob stands for, in order; of a folder, those with the ending.
 
-    In a URL, a glob may stand in the last part only, and a name with the ending is taken for a file's without a look.
+    In a URL, a glob may stand in the last part only, and a name with the ending counts as a file's without a request.
     """
     if scheme_of(place) is None:
         path = local_path(place)
@@ -115,7 +115,7 @@ def _brace(pattern: str, at: int) -> tuple[list[str], int]:
 
 
 def _range(pattern: str, text: str) -> list[str] | None:
-    """What {text} counts up or down; None if it is no range."""
+    """The names of the range {text}, upwards or downwards; None if it is no range."""
     found = _NUMBERS.fullmatch(text) or _LETTERS.fullmatch(text)
     if found is None:
         return None

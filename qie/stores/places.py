@@ -69,7 +69,7 @@ def unreadable(scheme: str) -> str:
 
 @dataclass(frozen=True)
 class File:
-    """Where a file lies; it need not be there."""
+    """A file by its folder and name. The file need not exist."""
 
     folder: Folder
     name: str

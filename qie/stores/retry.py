@@ -1,4 +1,4 @@
-"""How long a store is waited for, and trying again."""
+"""Timeouts and retries of stores."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Limits:
 
 
 def limits() -> Limits:
-    """The limits that QIE_STORE_TIMEOUT_S and QIE_STORE_RETRY_S set. Raises UsageError when they are no numbers."""
+    """The limits that QIE_STORE_TIMEOUT_S and QIE_STORE_RETRY_S set. Raises UsageError for anything but a number."""
     return Limits(_seconds("QIE_STORE_TIMEOUT_S", REQUEST_S), _seconds("QIE_STORE_RETRY_S", RETRY_S))
 
 
@@ -69,7 +69,7 @@ def patiently(act: Callable[[], _Result], transient: Callable[[Exception], bool]
 
 
 def interruptibly(act: Callable[[], _Result]) -> _Result:
-    """Act, so that Ctrl-C is heard meanwhile: obstore, for as long as it waits, does not let Python listen."""
+    """Act in a way that Ctrl-C interrupts: while obstore waits, Python handles no signal."""
     if threading.current_thread() is not threading.main_thread():
         return act()
     outcome: Future[_Result] = Future()

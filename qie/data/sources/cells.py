@@ -1,4 +1,4 @@
-"""From a table's columns and cells to Rows: which column says what, and what its cells hold.
+"""From a table's columns and cells to Rows: the role of each column, and the content of its cells.
 
 One list of names for CSV, JSONL, parquet, datasets and tars. Case does not matter, and of several names that a role
 goes by, the first one listed here counts.
@@ -41,7 +41,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Roles:
-    """Columns by what they say; None where no column says it.
+    """The column of each role; None where there is none.
 
     Attributes:
         target: the image to be learnt.
@@ -82,7 +82,7 @@ class Roles:
 
 @lru_cache(maxsize=256)
 def roles_of(columns: tuple[str, ...]) -> Roles:
-    """Who says what. Raises ValueError when two columns have one name but for case and outer space."""
+    """The roles of columns. Raises ValueError when two columns have one name but for case and outer space."""
     known: dict[str, str] = {}
     for column in columns:
         folded = column.strip().lower()
@@ -149,7 +149,7 @@ class Cells:
 
     Attributes:
         values: by column. None is a cell that was not given, and so is an empty text, except as the prompt.
-        roles: which column says what.
+        roles: of the columns.
         where: file and line, for messages.
         roots: the folders in which a row may name files, its paths being relative to the first; none where images are
             never paths.
@@ -185,7 +185,7 @@ class Cells:
         )
 
     def name(self, otherwise: str) -> str:
-        """What the owner calls the row: the cell of the column for it, if it has one."""
+        """The owner's name of the row: the cell of the name column, if there is one."""
         value = self.values.get(self.roles.name) if self.roles.name else None
         given = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
         return readable(str(value)) if given else otherwise
@@ -284,7 +284,7 @@ class Cells:
 
 
 def _inline(value: dict[str, object]) -> object:
-    """What is in {"bytes": …, "path": …}; JSON holds bytes as base64. The object itself when it is another one."""
+    """The image in {"bytes": …, "path": …}; JSON holds bytes as base64. Any other object is returned as it is."""
     content = value.get("bytes")
     if content is None:
         return value.get("path", None if "bytes" in value else value)

@@ -92,7 +92,7 @@ class CsvSource:
 
 
 def _records(lines: Lines, file: File) -> Iterator[tuple[int, int, list[str] | csv.Error]]:
-    """Offset, first line and cells of each record, or what is wrong with one that takes a line, which reading it says.
+    """Offset, first line and cells of each record, or the fault of a one-line record, which is raised when it is read.
 
     Raises SourceError when the fault takes several lines: an open quote swallows rows, and where it should have been
     closed cannot be known.

@@ -135,7 +135,7 @@ class FolderSource:
 
 
 def _stands_beside(stem: str, targets: Container[str]) -> bool:
-    """Whether an image is the mask or a further control of another one, by its name and by that one being there."""
+    """Whether an image is the mask or a further control of another one, by its name and if that one exists."""
     match = _BESIDE.fullmatch(stem)
     return match is not None and match[1] in targets
 

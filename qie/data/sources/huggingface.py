@@ -36,7 +36,7 @@ class DatasetSource:
         where: hub name or folder.
         label: what its rows are called when they have no names: label[0], label[1] …
         roots: the folders of images, for rows that hold paths instead; see `Cells`.
-        roles: which column says what.
+        roles: of the columns.
         dataset: the dataset, giving Arrow tables.
     """
 

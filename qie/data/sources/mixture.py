@@ -62,7 +62,7 @@ class SourceSpec:
 
     @property
     def title(self) -> str:
-        """What it is called in the mixture."""
+        """Its name in the mixture."""
         return readable(self.name or _stem(self.source))
 
 

@@ -134,7 +134,7 @@ class Groups:
         return Groups, ()
 
     def read(self, file: ParquetFile, group: int, columns: list[str], where: str) -> Any:
-        """Row group `group` of a file. Who asks for one that another thread is reading waits for it.
+        """Row group `group` of a file. A thread that asks for one that another thread reads waits for it.
 
         Raises:
             RowError: it is damaged.

@@ -1,4 +1,4 @@
-"""From the files that a source or a row names to their bytes, and to the errors that say whose fault it is.
+"""The bytes of files that sources and rows name, or an error that says whose fault it is.
 
 A row's file that is missing, refused or too large is the row's fault (RowError): a run skips the row. A store or a
 machine at fault (StoreError) stops the run, since every further row would fail, too.
@@ -51,7 +51,7 @@ def row_bytes(file: File, most: int = WHOLE_BYTES) -> bytes:
 
 
 def named_bytes(text: str, roots: Sequence[Folder]) -> bytes:
-    """The bytes behind a path or URL in a row.
+    """The bytes of the file that a path or URL in a row names.
 
     Args:
         text: a path in `roots[0]`, or a URL.

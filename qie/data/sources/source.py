@@ -1,4 +1,4 @@
-"""What a source is, and the libraries that only some sources need."""
+"""The protocol of sources, and the libraries that only some sources need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """What the owner calls the row, known without reading its images. For messages: it may not be unique."""
+        """The owner's name of the row, read without its images. For messages: it need not be unique."""
 
     def read(self, index: int) -> Row:
         """The row with its bytes.

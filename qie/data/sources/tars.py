@@ -173,7 +173,7 @@ class TarSource:
 
 
 def _cells(tar: TarRows, row: int) -> Cells:
-    """What a row's members say. Raises RowError for two that say the same, or a text that is none."""
+    """The cells of a row. Raises RowError for two members of one role, or a text that is no UTF-8."""
     where = f"{tar.file}, {tar.key(row)}"
     members = tar.row(row)
     endings: dict[str, str] = {}
@@ -200,7 +200,7 @@ def _member(tar: TarRows, place: tuple[int, int], most: int, where: str) -> byte
 
 
 def _prompts(text: str, where: str) -> dict[str, object]:
-    """What of a JSON object is a prompt."""
+    """The prompts in a JSON object."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
