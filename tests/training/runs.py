@@ -43,16 +43,20 @@ class Bench:
         (folder / "config.yaml").write_text(yaml.safe_dump(settings))
         return cls(folder)
 
+    def words(self, output: Path, *arguments: object, **settings: object) -> list[str]:
+        """Of the command line, see `train`."""
+        settings = settings if "train__epochs" in settings else {"train__max_steps": 4} | settings
+        words = ["--config", self.folder / "config.yaml", "--set", f"train.output_dir={output}", *arguments]
+        for key, value in settings.items():
+            words += ["--set", f"{key.replace('__', '.')}={json.dumps(value)}"]
+        return [str(word) for word in words]
+
     def train(self, output: Path, *arguments: object, code: int | None = 0, **settings: object) -> Result:
         """`settings` are keys of the configuration with __ for the dot. Four steps, if they do not say.
 
         `code`: the expected exit code; None: any.
         """
-        settings = settings if "train__epochs" in settings else {"train__max_steps": 4} | settings
-        words = ["--config", self.folder / "config.yaml", "--set", f"train.output_dir={output}", *arguments]
-        for key, value in settings.items():
-            words += ["--set", f"{key.replace('__', '.')}={json.dumps(value)}"]
-        result = CliRunner().invoke(train.main, [str(word) for word in words])
+        result = CliRunner().invoke(train.main, self.words(output, *arguments, **settings))
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         assert code in (None, result.exit_code), result.output

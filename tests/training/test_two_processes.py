@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from qie.config import Config
-from qie.data.sources import open_source
 from qie.devices import resolve_device
 from qie.errors import UsageError
 from qie.opening import open_accelerator
-from qie.precompute import precompute
-from tests.conftest import AREA_PX, ROOT
+from tests.conftest import ROOT
+from tests.training.runs import Bench, checkpoint
 
 LAUNCHERS = {
     "DDP": ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qie.cli.train"),
@@ -28,9 +26,21 @@ LAUNCHERS = {
         *("--num_processes", "2", "--main_process_port", "0", str(ROOT / "tests" / "training" / "sharded.py")),
     ),
 }
-ALONE = ("-m", "qie.cli.train")
-ADAPTER = {"r": 4, "target_modules": ["to_q", "to_out.0", "add_q_proj", "to_add_out"]}
-"""Those on the last block's text stream never get a gradient: DDP must not wait for them."""
+SETTINGS: dict[str, object] = {
+    "data__caption_dropout_rate": 0.3,
+    "train__max_steps": 6,
+    "train__gradient_accumulation_steps": 2,
+    "train__checkpoint_every": 2,
+    "train__ema_decay": 0.5,
+    "optimizer__init_args": {"lr": 1e-3},
+    "validation__rows": 3,
+    "validation__every": 3,
+}
+TRAINED: dict[str, dict[str, object]] = {
+    # Those on the last block's text stream never get a gradient: DDP must not wait for them.
+    "LoRA": {"model__lora": {"r": 4, "target_modules": ["to_q", "to_out.0", "add_q_proj", "to_add_out"]}},
+    "all weights": {"model__lora": None},
+}
 
 
 def losses(folder: Path) -> list[tuple[float, ...]]:
@@ -38,89 +48,52 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
     return [(line["loss"], line["grad_norm"]) if "loss" in line else (line["validation_loss"],) for line in lines]
 
 
-@pytest.fixture(scope="module")
-def shards(photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("two") / "shards"
-    precompute(open_source(photos), encoder, folder, rows=(0, 9))
-    return folder
-
-
-def train(
-    folder: Path,
-    shards: Path,
-    config: dict,
-    batch_size: int,
-    *more: str,
-    launcher: tuple[str, ...] = ALONE,
-    code: int = 0,
-) -> str:
-    """What it said on stderr."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    settings = (f"data.batch_size={batch_size}", f"train.output_dir={folder}")
-    command = [sys.executable, *launcher, str(shards), "--quiet", "--config", str(folder / "config.yaml")]
-    command += [*(word for one in settings for word in ("--set", one)), *more]
+def together(bench: Bench, output: Path, launcher: str, *more: str, code: int = 0, **settings: object) -> str:
+    """A run of two processes with a batch of one each; gives what they said on stderr."""
+    words = bench.words(output, *more, data__batch_size=1, **settings)
     # Nobody says that there is no GPU: that follows from what is there.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     # The limit is far above what it takes: a hang is to end as a failure.
+    command = [sys.executable, *LAUNCHERS[launcher], "--quiet", *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr[-3000:]
     return done.stderr
 
 
-def configured(model: Path, lora: dict | None) -> dict:
-    return {
-        "model": {"pretrained_model_name_or_path": str(model), "lora": lora},
-        "data": {"area_px": AREA_PX, "allow_tiny": True, "caption_dropout_rate": 0.3},
-        "train": {
-            "max_steps": 6,
-            "mixed_precision": "no",
-            "gradient_accumulation_steps": 2,
-            "checkpoint_every": 3,
-            "ema_decay": 0.5,
-        },
-        "optimizer": {"init_args": {"lr": 1e-3}},
-        "validation": {"rows": 3, "every": 3},
-    }
+@pytest.fixture(scope="module", params=TRAINED)
+def alone(bench: Bench, tmp_path_factory: pytest.TempPathFactory, request) -> tuple[dict[str, object], Path]:
+    """Settings, and their run in one process with a batch of two."""
+    settings, folder = SETTINGS | TRAINED[request.param], tmp_path_factory.mktemp("alone") / "run"
+    bench.train(folder, data__batch_size=2, **settings)
+    return settings, folder
 
 
-@pytest.fixture(scope="module", params=[ADAPTER, None], ids=["LoRA", "all weights"])
-def alone(tiny_edit: Path, shards: Path, tmp_path_factory: pytest.TempPathFactory, request) -> tuple[dict, Path]:
-    """A configuration, and the run of one process."""
-    config, folder = configured(tiny_edit, request.param), tmp_path_factory.mktemp("alone") / "run"
-    train(folder, shards, config, 2)
-    return config, folder
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS.keys())
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_processes_train_as_one_does_and_their_checkpoints_move(
-    alone: tuple[dict, Path], shards: Path, tmp_path: Path, launcher: tuple[str, ...]
+    alone: tuple[dict[str, object], Path], bench: Bench, tmp_path: Path, launcher: str
 ) -> None:
-    config, one = alone
-    train(tmp_path / "two", shards, config, 1, launcher=launcher)
+    """Of a launcher's two launches, one starts a run, and one goes on with the run of one process; then one goes on."""
+    settings, one = alone
     # Sums over a batch are taken in another order: the stated tolerance is 1e-5 of the values.
     expected = [pytest.approx(values, rel=1e-5) for values in losses(one)]
     assert len(expected) == 9
-    assert losses(tmp_path / "two") == expected
+    begins = (launcher == "DDP") == bool(settings["model__lora"])
+    if not begins:
+        shutil.copytree(one, tmp_path / "run")
+        for step in (4, 6):
+            shutil.rmtree(checkpoint(tmp_path / "run", step))
+    together(bench, tmp_path / "run", launcher, *(() if begins else ("--resume", "latest")), **settings)
+    assert losses(tmp_path / "run") == expected
+    shutil.rmtree(checkpoint(tmp_path / "run", 6))
+    bench.train(tmp_path / "run", "--resume", "latest", data__batch_size=2, **settings)
+    assert losses(tmp_path / "run") == expected
 
-    shutil.copytree(one, tmp_path / "one")
-    for folder in ("one", "two"):
-        shutil.rmtree(tmp_path / folder / "checkpoint-000006")
-    train(tmp_path / "two", shards, config, 2, "--resume", "latest")
-    assert losses(tmp_path / "two") == expected
-    train(tmp_path / "one", shards, config, 1, "--resume", "latest", launcher=launcher)
-    assert losses(tmp_path / "one") == expected
 
-
-@pytest.mark.parametrize("alone", [ADAPTER], ids=["LoRA"], indirect=True, scope="module")
-def test_what_is_refused_ends_all_processes_with_one_message(
-    alone: tuple[dict, Path], shards: Path, tmp_path: Path
-) -> None:
+def test_what_is_refused_ends_all_processes_with_one_message(bench: Bench, plain: Path) -> None:
     """The main process holds the folder's lock, and the others wait for its word."""
-    config, one = alone
-    message = train(one, shards, config, 1, launcher=LAUNCHERS["DDP"], code=1)
+    message = together(bench, plain, "DDP", code=1)
     assert message.count("the output folder holds a run already") == 1
-    assert "checkpoint-000006" in os.listdir(one) and ".lock" not in os.listdir(one)
+    assert "checkpoint-000004" in os.listdir(plain) and ".lock" not in os.listdir(plain)
 
 
 def test_processes_that_do_not_find_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
