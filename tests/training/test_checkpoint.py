@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qie.errors import QieError, UsageError
+from qie.paths import is_at, open_locked
 from qie.training import output_dir as module
 from qie.training.checkpoint import OPTIMIZER_FILE, RunState, RunTensors, load, save
 from qie.training.output_dir import LOCK_FILE, checkpoints, find_checkpoint, locked, remove_old
@@ -221,3 +223,21 @@ def test_a_lock_leaves_no_folder_that_was_not_used_and_follows_no_link(tmp_path:
     with pytest.raises(QieError, match="cannot be written"), locked(tmp_path):
         pass
     assert (tmp_path / "precious").read_text() == "content"
+
+
+def test_a_lock_of_a_file_that_its_holder_removed_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock, asked = tmp_path / LOCK_FILE, fcntl.flock, []
+
+    def removed_meanwhile(file: Any, how: int) -> None:
+        asked.append(how)
+        if len(asked) == 1:
+            path.unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    with open_locked(path) as file:
+        assert is_at(file, path) and asked == [fcntl.LOCK_EX] * 2
+        with pytest.raises(BlockingIOError), open_locked(path, wait=False):
+            pass

@@ -14,11 +14,11 @@ from diffusers import QwenImageTransformer2DModel
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qie.training import run as run_module
 from qie.training.flops import Architecture, step_flops
 from qie.training.objective import Objective
+from qie.training.run import Run
 from qie.training.telling.card import read_run
-from qie.training.telling.metrics import LEVELS, StepMetrics
+from qie.training.telling.metrics import LEVELS, StepMetrics, by_level
 from tests.training.runs import ROWS, Bench, checkpoint, lines, losses, names, validations
 
 
@@ -107,6 +107,25 @@ def test_a_loss_that_is_no_number_is_null_in_every_file(
     assert [loss for _, loss in validations(tmp_path)] == [validations(tmp_path)[0][1]] * 3, "no weight has changed"
 
 
+def test_rows_kept_out_cover_the_noise_levels_before_the_first_step_every_nth_and_after_the_last(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[float] = []
+    computed = Objective.validation_losses
+    monkeypatch.setattr(Objective, "validation_losses", lambda *given: levels.append(given[-1]) or computed(*given))
+    bench.train(tmp_path, train__max_steps=3, validation__rows=4)
+    assert levels == [0.125, 0.375, 0.625, 0.875] * 3
+    assert [step for step, _ in validations(tmp_path)] == [0, 2, 3]
+    for line in lines(tmp_path):
+        quarters = line.get("validation_loss_by_level")
+        assert quarters is None or sum(quarters) / 4 == pytest.approx(line["validation_loss"])
+
+
+def test_losses_by_level_are_means_of_quarters_and_both_ends_count() -> None:
+    levels, losses = torch.tensor([0.0, 0.2, 0.25, 1.0]), torch.tensor([1.0, 2.0, 4.0, 8.0])
+    assert by_level(levels, losses) == (1.5, 4.0, None, 8.0)
+
+
 def test_run_json_and_the_card_tell_what_the_metrics_tell(sampled: Path, tiny_edit: Path) -> None:
     report, written = read_run(sampled), lines(sampled)
     assert (report.steps, report.samples, report.world_size) == (4, ROWS - 2, 1)
@@ -128,7 +147,7 @@ def test_run_json_and_the_card_tell_what_the_metrics_tell(sampled: Path, tiny_ed
 def test_until_its_end_a_run_is_not_finished_and_keeps_its_start_when_it_goes_on(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training_step = run_module.Run.training_step
+    training_step = Run.training_step
 
     def failing(run):
         if run.step == 3:
@@ -136,7 +155,7 @@ def test_until_its_end_a_run_is_not_finished_and_keeps_its_start_when_it_goes_on
         return training_step(run)
 
     with monkeypatch.context() as within:
-        within.setattr(run_module.Run, "training_step", failing)
+        within.setattr(Run, "training_step", failing)
         bench.train(tmp_path, train__checkpoint_every=2, code=130)
     assert read_run(tmp_path).finished is None
     told = json.loads((tmp_path / "run.json").read_text())

@@ -210,15 +210,15 @@ def test_what_is_computed_again_changes_no_bit(bench: Bench, plain: Path, tmp_pa
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch, while it compiles
 @pytest.mark.parametrize("settings", [{"train__offload_blocks": 1}, {"train__compile": True}], ids=str)
-def test_waiting_and_compiled_blocks_give_the_same_losses(
+def test_offloaded_and_compiled_blocks_give_the_same_losses(
     bench: Bench, plain: Path, tmp_path: Path, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What inductor makes of the graphs takes it minutes.
+    # Inductor takes minutes for its graphs.
     monkeypatch.setattr(trainable, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
-    bench.train(tmp_path, **settings)
+    bench.train(tmp_path, train__max_steps=2, **settings)
     # Weights read from a file lie at any address, copies at multiples of 64: a CPU's products differ in their last bit.
-    assert losses(tmp_path) == pytest.approx(losses(plain), rel=1e-5)
-    assert validations(tmp_path)[-1][1] == pytest.approx(validations(plain)[-1][1], rel=1e-5)
+    assert losses(tmp_path) == pytest.approx(losses(plain)[:2], rel=1e-5)
+    assert validations(tmp_path)[0][1] == pytest.approx(validations(plain)[0][1], rel=1e-5)
 
 
 # What is told
