@@ -230,7 +230,11 @@ def test_a_batch_generates_what_its_lines_give_alone_and_loads_each_model_once(
     events = []
     for name in ("load_transformer", "free", "embed_conditions"):
         original = getattr(inference, name)
-        wrapped = lambda *given, name=name, original=original: events.append(name) or original(*given)  # noqa: E731
+
+        def wrapped(*given, name=name, original=original, **how):
+            events.append(name)
+            return original(*given, **how)
+
         monkeypatch.setattr(inference, name, wrapped)
     result = edit("--batch", write_batch(tmp_path, *lines), "--seed", 2, single=False)
     assert events == ["embed_conditions", "embed_conditions", "free", "load_transformer"]

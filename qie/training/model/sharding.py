@@ -107,7 +107,7 @@ def require_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise QieError when a tensor that is to be saved is not finite; names it."""
     if bad := not_finite(tensors):
         raise QieError(
-            "the weights or the optimizer's state are no longer finite, and are not saved",
+            "the weights or the optimizer's state are not finite, and are not saved",
             where=bad,
             hint="go on with --resume latest, or start a new run with a lower optimizer.init_args.lr",
         )
