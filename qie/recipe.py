@@ -92,7 +92,7 @@ class Recipe:
     Attributes:
         family: name in `FAMILIES`.
         vae, text_encoder, tokenizer, processor: content hashes of the components, 64 hex characters each.
-        areas_px: image areas for the VAE; see `qie.encode.sizes`.
+        areas_px: image areas for the VAE; see `qie.encode.images`.
         buckets_px: fixed sizes (width, height) instead of areas; empty for none.
         text_area_px: image area for Qwen2.5-VL; None for the VAE's image.
         multiple_px: sizes by area are rounded to this multiple.

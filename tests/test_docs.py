@@ -28,8 +28,7 @@ import qie
 import qie.legacy
 from qie.config import Config, load_config
 from qie.config.schema import DataConfig
-from qie.encode.images import FORMATS
-from qie.encode.sizes import MAX_RATIO
+from qie.encode.images import FORMATS, MAX_RATIO
 from qie.precompute.ray import RETRIES, TASKS_PER_SLOT
 from qie.shards.record import encode
 from qie.shards.table import COLUMNS

@@ -20,7 +20,6 @@ import qie.hashing
 from qie.data.sources import open_source
 from qie.encode import Encoder
 from qie.encode import vae as vae_module
-from qie.encode.fp16 import to_storage
 from qie.encode.images import to_pixels
 from qie.encode.text import PromptEncoder
 from qie.encode.vae import VaeEncoder
@@ -29,7 +28,7 @@ from qie.hashing import file_hashes
 from qie.precompute import precompute
 from qie.pretrained import content_hash, open_pretrained
 from qie.shards.record import encode
-from qie.shards.tensors import tensor_bytes
+from qie.shards.tensors import tensor_bytes, to_storage
 from qie.types import Row, Sample
 
 CPU = torch.device("cpu")

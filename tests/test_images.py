@@ -21,8 +21,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
-from qie.encode.images import MAX_IMAGE_PX, apply_view, decode_image, to_loss_mask, to_pixels
-from qie.encode.sizes import View, choose_view, fit_size
+from qie.encode.images import (
+    MAX_IMAGE_PX,
+    View,
+    apply_view,
+    choose_view,
+    decode_image,
+    fit_size,
+    to_loss_mask,
+    to_pixels,
+)
 from qie.errors import RowError
 
 WHITE = "#ffffff"

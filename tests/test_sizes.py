@@ -16,8 +16,17 @@ from PIL import Image
 
 from qie.encode import Encoder
 from qie.encode.encoder import Picture, decode_row
-from qie.encode.images import apply_view
-from qie.encode.sizes import MAX_RATIO, Size, View, centre_crop, choose_area, choose_view, fit_size, nearest_bucket
+from qie.encode.images import (
+    MAX_RATIO,
+    Size,
+    View,
+    apply_view,
+    centre_crop,
+    choose_area,
+    choose_view,
+    fit_size,
+    nearest_bucket,
+)
 from qie.recipe import Recipe
 from qie.types import Row
 

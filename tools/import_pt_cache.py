@@ -53,6 +53,7 @@ from qie.recipe import FAMILIES, Recipe, normal_prompt
 from qie.shards.index import Entry, Skipped, read_index
 from qie.shards.record import encode
 from qie.shards.storage import published
+from qie.shards.tensors import to_storage
 from qie.shards.writer import ShardWriter
 from qie.stores import open_folder
 from qie.types import Row, Sample
@@ -115,8 +116,6 @@ class Reader:
         """Raises RowError, with the reason in one line, when the row is to be refused."""
         if cached.fault:
             raise RowError(cached.fault)
-        from qie.encode.fp16 import to_storage  # which imports libraries that are noisy until `explained` hushes them
-
         stored = [to_storage(values, what) for what, values in self._tensors(cached)]
         pixel, *controls, prompt, empty = (one.values for one in stored)
         shared = shared_prefix(prompt, empty)

@@ -14,13 +14,16 @@ from typing import Generic, ParamSpec, TypeVar
 import torch
 from PIL import Image
 
-from qie.encode.fp16 import Stored, to_storage
 from qie.encode.images import (
     LATENT_SCALE,
     MAX_IMAGE_PX,
+    Size,
+    View,
     apply_view,
     augmented,
+    choose_view,
     decode_image,
+    fit_size,
     has_more_frames,
     require_proportions,
     to_loss_mask,
@@ -28,12 +31,12 @@ from qie.encode.images import (
     to_thumbnail,
 )
 from qie.encode.options import EncoderOptions, make_recipe
-from qie.encode.sizes import Size, View, choose_view, fit_size
 from qie.encode.text import MAX_POSITIONS, Patches, PromptEmbeds, PromptEncoder, VisionFeatures, check_prompt
 from qie.encode.vae import VaeEncoder
 from qie.errors import QieError, RowError
 from qie.pretrained import PretrainedModel
 from qie.recipe import FAMILIES, NULL_PROMPT, Recipe, normal_prompt
+from qie.shards.tensors import Stored, to_storage
 from qie.stages import Stage, Stages, in_turn
 from qie.types import Facts, Row, Sample, Shape
 

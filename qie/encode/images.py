@@ -1,20 +1,32 @@
-"""From the bytes of an image file to the pixels that a model gets."""
+"""From the bytes of an image file to the pixels that a model gets, at its part and size of the image.
+
+Sizes are in pixels, (width, height). The families' own rule is one area, in the image's own proportions. Of a list of
+areas, an image takes the largest that does not enlarge it. Buckets are fixed sizes: an image is cropped to the one of
+the nearest proportions.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import math
 import struct
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import torch
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
-from qie.encode.sizes import MAX_RATIO, Size, View
 from qie.errors import RowError
 from qie.types import Augment
+
+Size = tuple[int, int]
+
+MAX_RATIO = 200
+"""Limit of an image's sides, long to short, as in Qwen2.5-VL's processor."""
 
 MAX_IMAGE_PX = 178_956_970
 """Pillow's own limit. Larger files are more often decompression bombs than photographs."""
@@ -32,6 +44,14 @@ LATENT_SCALE = 8
 # cannot be caught.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+@dataclass(frozen=True)
+class View:
+    """A box of an image, (left, top, right, bottom), and its size for the VAE."""
+
+    box: tuple[int, int, int, int]
+    size: Size
 
 
 def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_IMAGE_PX) -> Image.Image:
@@ -167,6 +187,50 @@ def augmented(image: Image.Image, augment: Augment | None) -> Image.Image:
     box = (x, y, max(round(right * width), x + 1), max(round(bottom * height), y + 1))
     image = image if box == (0, 0, width, height) else image.crop(box)
     return ImageOps.mirror(image) if augment.flip else image
+
+
+def choose_view(image: Size, areas_px: Sequence[int], buckets_px: Sequence[Size], multiple_px: int) -> View:
+    """The view of an image under a recipe's sizes; buckets take precedence over areas."""
+    if buckets_px:
+        bucket = nearest_bucket(image, buckets_px)
+        return View(centre_crop(image, bucket), bucket)
+    return View((0, 0, *image), fit_size(*image, choose_area(image, areas_px), multiple_px))
+
+
+def choose_area(image: Size, areas_px: Sequence[int]) -> int:
+    """The largest area that does not exceed the image's, or the smallest of all."""
+    within = [area for area in areas_px if area <= image[0] * image[1]]
+    return max(within) if within else min(areas_px)
+
+
+def nearest_bucket(image: Size, buckets_px: Sequence[Size]) -> Size:
+    """The bucket of the nearest proportions, in octaves; among equals, the one of the nearest area."""
+
+    def distance(bucket: Size) -> tuple[float, float, Size]:
+        shape = abs(math.log2(bucket[0] / bucket[1] * image[1] / image[0]))
+        return round(shape, 9), abs(math.log2(bucket[0] * bucket[1] / (image[0] * image[1]))), bucket
+
+    return min(buckets_px, key=distance)
+
+
+def centre_crop(image: Size, proportions: Size) -> tuple[int, int, int, int]:
+    """The largest centred box of the given proportions in an image, to the pixel."""
+    width = min(image[0], max(round(image[1] * proportions[0] / proportions[1]), 1))
+    height = min(image[1], max(round(image[0] * proportions[1] / proportions[0]), 1))
+    left, top = (image[0] - width) // 2, (image[1] - height) // 2
+    return left, top, left + width, top + height
+
+
+def fit_size(width_px: int, height_px: int, area_px: int, multiple_px: int) -> Size:
+    """Width and height of about `area_px` in the proportions given, each a multiple of `multiple_px`.
+
+    W = sqrt(A·r), H = W/r with r = width/height, both rounded: `calculate_dimensions` of diffusers' Qwen-Image-Edit
+    pipelines, kept to at least one multiple.
+    """
+    ratio = width_px / height_px
+    width = math.sqrt(area_px * ratio)
+    height = width / ratio
+    return max(round(width / multiple_px), 1) * multiple_px, max(round(height / multiple_px), 1) * multiple_px
 
 
 def apply_view(image: Image.Image, view: View) -> Image.Image:

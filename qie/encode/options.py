@@ -10,8 +10,7 @@ import torch
 
 from qie.config import Config
 from qie.devices import resolve_dtype
-from qie.encode.images import MAX_IMAGE_PX, resampling_digest
-from qie.encode.sizes import Size
+from qie.encode.images import MAX_IMAGE_PX, Size, resampling_digest
 from qie.pretrained import PretrainedModel, content_hash, processor_hash
 from qie.recipe import ENCODING_VERSION, Family, Recipe, template_digest
 

@@ -21,7 +21,7 @@ from PIL import Image
 from qie.config import AdapterConfig, Quantization
 from qie.encode import Encoder
 from qie.encode.encoder import Picture, text_room
-from qie.encode.sizes import Size, choose_area
+from qie.encode.images import Size, choose_area
 from qie.errors import QieError, RowError, UsageError
 from qie.pretrained import PretrainedModel, loading
 from qie.recipe import FAMILIES, NULL_PROMPT

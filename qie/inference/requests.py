@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from PIL import Image, PngImagePlugin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from qie.encode.images import decode_image
-from qie.encode.sizes import Size
+from qie.encode.images import Size, decode_image
 from qie.encode.text import check_prompt
 from qie.errors import QieError, RowError, UsageError
 from qie.paths import local_path, open_own, require_writable

@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from qie.encode.fp16 import to_storage
 from qie.errors import ShardError, UsageError
 from qie.hashing import file_hashes
 from qie.legacy.names import missing
@@ -19,6 +18,7 @@ from qie.paths import local_path
 from qie.recipe import json_hash, normal_prompt
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import published
+from qie.shards.tensors import to_storage
 from qie.stats import summarise
 from qie.stores import File, Folder, open_folder
 from qie.types import Row, Sample

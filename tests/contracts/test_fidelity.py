@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from qie.encode.images import apply_view, to_pixels
-from qie.encode.sizes import choose_view
+from qie.encode.images import apply_view, choose_view, to_pixels
 from qie.encode.text import PromptEncoder
 from qie.inference import Predictor
 from qie.pretrained import PretrainedModel, open_pretrained
