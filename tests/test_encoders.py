@@ -104,7 +104,7 @@ def test_a_continued_prompt_is_the_whole_pass_to_rounding(encoder_plus: Encoder,
     (whole,) = embeds(encoder_plus.text, rows)
     (continued,) = embeds(PromptEncoder(encoder_plus.pretrained, CPU, torch.float32, share_prefix=True), rows)
     assert whole.shared_prefix == continued.shared_prefix
-    for name in ("prompt", "empty"):
+    for name in ("prompt", "null"):
         one, other = getattr(whole, name), getattr(continued, name)
         assert one.shape == other.shape
         assert (one - other).abs().max() < 5e-6 * one.std()
@@ -123,7 +123,7 @@ def test_prompts_of_different_images_and_lengths_encoded_together_are_what_each_
     together = embeds(encoder.text, rows)
     assert len({len(one.prompt) for one in alone}) == 3
     for one, other in zip(alone, together, strict=True):
-        for name in ("prompt", "empty"):
+        for name in ("prompt", "null"):
             assert (getattr(one, name) - getattr(other, name)).abs().max() < 1e-5 * getattr(one, name).std()
 
 
@@ -163,23 +163,6 @@ def test_a_number_of_controls_that_the_family_does_not_take_is_refused_by_name(
         encoder.encode(replace(row, controls=row.controls * count))
     assert f"{count} control images for a model of family {family}" in str(caught.value)
     assert caught.value.hint
-
-
-def test_neighbours_with_the_same_controls_share_their_computation_and_nothing_changes(
-    encoder: Encoder, photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = open_source(photos).read(0)
-    variants = [replace(row, prompt=prompt) for prompt in ("make it night", "make it day", "make it rain")]
-    alone = [encode(with_recipe(encoder).encode(variant), "") for variant in variants]
-    sharing = with_recipe(encoder)
-    looks = []
-    monkeypatch.setattr(
-        PromptEncoder,
-        "vision_features",
-        lambda self, patches, passes=PromptEncoder.vision_features: looks.append(1) or passes(self, patches),
-    )
-    assert [encode(sharing.encode(variant), "") for variant in variants] == alone
-    assert len(looks) == 1
 
 
 def test_with_share_prefix_a_row_does_not_depend_on_its_neighbours_either(encoder: Encoder, photos: Path) -> None:

@@ -1,13 +1,16 @@
-"""What is kept because it may come again: by its key, within its budget, with the same result as computed anew."""
+"""Results that are kept because an image may come again: by key, within a budget, equal to results computed anew."""
 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qie.data.sources import open_source
 from qie.encode import Encoder
@@ -18,111 +21,49 @@ from qie.types import Augment, Row
 TIMEOUT_S = 20
 
 
-class Counting:
-    """Makes bytes of a length, and notes each time."""
-
-    def __init__(self) -> None:
-        self.made: list[str] = []
-
-    def __call__(self, name: str, size: int = 1):
-        def compute() -> bytes:
-            self.made.append(name)
-            return bytes(size)
-
-        return compute
+BUDGET = 10
 
 
-def test_a_result_is_computed_once() -> None:
-    memo, compute = Memo(100, len), Counting()
-    results = [memo.get("a", compute("a")) for _ in range(3)]
-    assert compute.made == ["a"]
-    assert results[0] is results[1] is results[2]
-
-
-def test_what_was_not_asked_for_longest_goes_first() -> None:
-    memo, compute = Memo(3, len), Counting()
-    for name in "abcada":
-        memo.get(name, compute(name))
-    assert compute.made == ["a", "b", "c", "d"]
-    memo.get("b", compute("b again"))
-    assert compute.made[-1] == "b again", "b was the oldest when d came"
-    memo.get("a", compute("a again"))
-    memo.get("d", compute("d again"))
-    assert compute.made[-1] == "b again"
-
-
-def test_the_budget_is_of_bytes_and_is_kept_to_exactly() -> None:
-    memo, compute = Memo(100, len), Counting()
-    for name, size in (("a", 40), ("b", 60), ("a", 40), ("b", 60)):
-        memo.get(name, compute(name, size))
-    assert compute.made == ["a", "b"]
-    memo.get("c", compute("c", 1))
-    memo.get("b", compute("b", 60))
-    assert compute.made == ["a", "b", "c"]
-    memo.get("a", compute("a", 40))
-    memo.get("c", compute("c", 1))
-    assert compute.made == ["a", "b", "c", "a", "c"]
-
-
-def test_a_result_larger_than_the_budget_is_given_and_not_kept() -> None:
-    memo, compute = Memo(10, len), Counting()
-    assert len(memo.get("a", compute("a", 11))) == 11
-    assert len(memo.get("a", compute("a", 11))) == 11
-    assert compute.made == ["a", "a"]
-    memo.get("b", compute("b", 10))
-    memo.get("b", compute("b", 10))
-    assert compute.made == ["a", "a", "b"]
+@settings(derandomize=True, deadline=None, database=None, max_examples=300)
+@given(st.lists(st.integers(0, 7), max_size=40), st.lists(st.integers(0, 12), min_size=8))
+def test_a_memo_is_a_list_of_results_that_fit_the_budget_least_recently_asked_for_first_out(asked, sizes) -> None:
+    """A result is computed once while it is kept; one that is larger than the budget is given and not kept."""
+    memo, kept = Memo[bytes](BUDGET, len), list[int]()
+    for key in asked:
+        made: list[int] = []
+        assert memo.get(key, lambda: made.append(1) or bytes(sizes[key])) == bytes(sizes[key])  # noqa: B023
+        assert bool(made) == (key not in kept)
+        kept = [one for one in kept if one != key] + [key]
+        while sum(sizes[one] for one in kept) > BUDGET:
+            kept.pop(0)
 
 
 def test_an_error_is_not_kept() -> None:
-    memo, compute = Memo(10, len), Counting()
-
-    def fail() -> bytes:
-        raise ValueError
-
+    memo = Memo[bytes](BUDGET, len)
     for _ in range(2):
-        with pytest.raises(ValueError):
-            memo.get("a", fail)
-    assert memo.get("a", compute("a")) == b"\0"
+        with pytest.raises(ZeroDivisionError):
+            memo.get("a", lambda: bytes(1 // 0))
+    assert memo.get("a", lambda: b"a") == b"a"
 
 
 def test_two_threads_that_ask_at_once_get_equal_results_and_the_bytes_are_counted_once() -> None:
-    memo, compute = Memo(10, len), Counting()
-    meeting = threading.Barrier(2, timeout=TIMEOUT_S)
-
-    def slow() -> bytes:
-        meeting.wait()
-        return compute("a", 6)()
-
-    results: list[bytes] = []
-    both = [threading.Thread(target=lambda: results.append(memo.get("a", slow))) for _ in range(2)]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join(TIMEOUT_S)
-    assert results == [bytes(6)] * 2
-    memo.get("b", compute("b", 4))
-    memo.get("a", compute("a", 6))
-    memo.get("b", compute("b", 4))
-    assert compute.made == ["a", "a", "b"], "both fit: 6 + 4 bytes"
+    memo, meeting = Memo[bytes](BUDGET, len), threading.Barrier(2, timeout=TIMEOUT_S)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(memo.get, "a", lambda: (meeting.wait() and b"") or bytes(6)) for _ in range(2)]
+        assert [one.result(TIMEOUT_S) for one in both] == [bytes(6)] * 2
+    memo.get("b", lambda: bytes(4))
+    for name, size in (("a", 6), ("b", 4)):
+        assert memo.get(name, lambda: pytest.fail("computed again")) == bytes(size), "both fit: 6 + 4 bytes"
 
 
 def test_a_thread_does_not_wait_for_what_another_computes() -> None:
-    memo, compute = Memo(10, len), Counting()
-    inside, release = threading.Event(), threading.Event()
-
-    def slow() -> bytes:
-        inside.set()
-        assert release.wait(TIMEOUT_S)
-        return b"slow"
-
-    thread = threading.Thread(target=lambda: memo.get("slow", slow))
-    thread.start()
-    assert inside.wait(TIMEOUT_S)
-    assert memo.get("quick", compute("quick")) == b"\0"
-    release.set()
-    thread.join(TIMEOUT_S)
-    assert memo.get("slow", compute("slow")) == b"slow"
+    memo, inside, release = Memo[bytes](BUDGET, len), threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(memo.get, "slow", lambda: inside.set() or (release.wait(TIMEOUT_S) and b"slow"))
+        assert inside.wait(TIMEOUT_S)
+        assert memo.get("quick", lambda: b"quick") == b"quick"
+        release.set()
+        assert slow.result(TIMEOUT_S) == memo.get("slow", lambda: b"again") == b"slow"
 
 
 def fresh(encoder: Encoder) -> Encoder:

@@ -332,6 +332,14 @@ def test_options_that_contradict_or_lack_each_other_are_refused(edit, tmp_path: 
     assert "multiples of 16" in edit("--size", "100x100", code=2).stderr
 
 
+def test_paint_is_generate_and_warns(monkeypatch) -> None:
+    monkeypatch.setattr(Predictor, "generate", lambda self, *given, **settings: (given, settings))
+    cpu = torch.device("cpu")
+    predictor = Predictor(None, None, vae_device=cpu, transformer_device=cpu, dtype=torch.float32)
+    with pytest.warns(DeprecationWarning, match=r"Predictor\.generate"):
+        assert predictor.paint([], PROMPT, steps=3) == (([], PROMPT), {"steps": 3})
+
+
 def test_a_prompt_that_fits_but_for_the_size_is_refused(monkeypatch) -> None:
     """The transformer's text positions begin behind half the larger side: 4096 − 8192 / 32 are left."""
     cpu = torch.device("cpu")
