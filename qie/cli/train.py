@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ from qie.cli.common import Command, Progress, config_option, echo, explained, qu
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from PIL import Image
 
     from qie.streams import Telling
     from qie.training.loop import Listener
@@ -115,14 +117,18 @@ def _told(quiet: bool) -> Iterator[Telling]:
 
 
 def _listener(progress: Progress, output_dir: Path) -> Listener:
-    from qie.inference.samples import save_samples
     from qie.training.loop import Listener
+
+    def save_images(step: int, images: Sequence[Image.Image]) -> None:
+        from qie.inference.samples import save_samples  # with diffusers' pipelines: only for a run with samples
+
+        save_samples(images, output_dir, step)
 
     return Listener(
         start=progress.begin,
         step=lambda metrics: progress.at(metrics.step, metrics.line),
         validation=lambda step, found: progress.say(f"step {step}: validation loss {found.loss:.4f}"),
-        images=lambda step, images: save_samples(images, output_dir, step),
+        images=save_images,
         say=progress.say,
     )
 
