@@ -5,7 +5,6 @@ Nothing here runs a program: a `pipe:` URL is refused, whatever it says.
 
 from __future__ import annotations
 
-import glob
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -22,6 +21,7 @@ from qie.stores import (
     ObjectFolder,
     StoreError,
     UnlistedError,
+    glob_files,
     is_glob,
     open_folder,
     spelled_out,
@@ -171,16 +171,14 @@ def _expand(pattern: str) -> list[File]:
         return indexes_in(folder)
     if path.suffix not in (".tar", ".json"):
         return []
-    matches = [Path(match) for match in glob.glob(str(path))]  # noqa: PTH207 - Path.glob takes no absolute pattern
-    found = {match.with_suffix(".json") for match in matches}
-    there = [index for index in found if index.is_file() and _is_named(index)]
-    files = [File(LocalFolder(index.parent), index.name) for index in there]
-    return sorted(files, key=lambda index: (index.folder.url, _order(index)))
+    found = {file.with_suffix(".json") for file in glob_files(str(path))}
+    there = [index for index in found if index.size() is not None and _is_named(index)]
+    return sorted(there, key=lambda index: (index.folder.url, _order(index)))
 
 
-def _is_named(index: Path) -> bool:
+def _is_named(index: File) -> bool:
     """Whether a JSON file is an index by its name, or by the tar beside it."""
-    return parse_stem(index.stem) is not None or index.with_suffix(".tar").is_file()
+    return parse_stem(index.stem) is not None or index.with_suffix(".tar").size() is not None
 
 
 def _expand_url(pattern: str) -> list[File]:

@@ -14,7 +14,7 @@ from qie.stores.contract import (
 )
 from qie.stores.disk import LocalFolder
 from qie.stores.objects import ObjectFolder
-from qie.stores.patterns import is_glob, matching_files, spelled_out
+from qie.stores.patterns import glob_files, is_glob, matching_files, spelled_out
 from qie.stores.places import REMOTE_SCHEMES, File, open_folder, scheme_of, unreadable
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "TooLargeError",
     "UnlistedError",
     "WholeFilesError",
+    "glob_files",
     "is_glob",
     "matching_files",
     "open_folder",
