@@ -507,3 +507,11 @@ def test_training_s_figures_are_what_the_estimator_says(monkeypatch: pytest.Monk
 
 def test_the_readme_has_a_place_for_benchmarks() -> None:
     assert re.search(r"<!-- benchmarks:begin -->\n(.*\n)*<!-- benchmarks:end -->", text_of(ROOT / "README.md"))
+
+
+def test_the_files_that_the_design_names_are_there() -> None:
+    named = re.findall(r"`([\w/]+\.py)`", text_of(DOCS / "design.md").partition("## The house")[2])
+    assert len(named) > 8
+    assert [
+        name for name in named if not any((ROOT / root / name).is_file() for root in ("", "qie", "qie/data/sources"))
+    ] == []
