@@ -59,13 +59,13 @@ def open_own(path: Path) -> BufferedWriter:
 
 
 def open_locked(path: Path, *, wait: bool = True) -> BufferedWriter:
-    """Open a file as `open_own` does, and lock it. The lock ends when the file is closed, or its process dies.
+    """Open a file as `open_own` does, lock it and empty it. The lock ends when the file is closed, or its process dies.
 
-    Whoever held the lock before may have renamed or removed the file. Then the lock is of a file without this name, and
-    the next one is opened.
+    Whoever held the lock before may have renamed or removed the file. Then it may be somebody's content by now: it
+    stays as it is, and the file that has the name now is opened instead.
 
     Args:
-        path: of the file, which is not emptied.
+        path: of the file.
         wait: until another process gives up the lock.
 
     Raises:
@@ -77,6 +77,7 @@ def open_locked(path: Path, *, wait: bool = True) -> BufferedWriter:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if is_at(file, path):
+                file.truncate(0)
                 return file
         except BaseException:
             file.close()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from qie.errors import ShardError
-from qie.paths import open_own
+from qie.paths import is_at, open_own
 from qie.recipe import Recipe
 from qie.shards.index import Entry, Member, ShardIndex, Skipped, member_name, parse_stem, shard_stem
 from qie.stores import File, Folder, LocalFolder, open_folder
@@ -222,8 +222,7 @@ def _locked(partial: Path) -> BinaryIO:
     mine = False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with suppress(FileNotFoundError):
-            mine = os.path.samestat(os.fstat(file.fileno()), partial.lstat())
+        mine = is_at(file, partial)
         if not mine:
             raise ShardBusyError("another process has just written this shard, or given it up", where=partial)
         if _is_locked(partial.with_suffix("")):

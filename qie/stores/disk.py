@@ -7,7 +7,6 @@ run leaves at most the partial file, which no listing shows and the next writer 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from qie.paths import open_own
+from qie.paths import is_at, open_locked
 from qie.stores.contract import (
     WHOLE_BYTES,
     ChangedError,
@@ -208,36 +207,14 @@ def _partial(path: Path) -> Iterator[BinaryIO]:
     """The empty partial file of `path`, locked. What has not been renamed at the end is removed."""
     _make_folder(path.parent)
     partial = path.with_name(path.name + PARTIAL)
-    file = _locked(partial)
+    file = open_locked(partial)
     try:
         yield file
     finally:
-        if _is_at(file, partial):
+        if is_at(file, partial):
             partial.unlink()
         with suppress(OSError):  # what is left in the buffer of an abandoned file fits the disk no better now
             file.close()
-
-
-def _locked(partial: Path) -> BinaryIO:
-    while True:
-        file = open_own(partial)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(file, partial):
-                file.truncate(0)
-                return file
-        except BaseException:
-            file.close()
-            raise
-        # Its former writer renamed or removed it between our opening and our locking: it may be the file itself by now.
-        file.close()
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def _sync(file: BinaryIO) -> Path:

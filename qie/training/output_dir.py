@@ -58,7 +58,6 @@ def _taken(path: Path) -> BufferedWriter:
     """The lock's file, which says who holds the lock."""
     lock = open_locked(path, wait=False)
     try:
-        lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         lock.flush()
     except BaseException:
