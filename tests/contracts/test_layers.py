@@ -100,3 +100,25 @@ def test_functions_stay_small() -> None:
                 docstring = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
                 length = node.end_lineno - node.lineno + 1 - docstring
                 assert length <= 45, f"{name}.{node.name} has {length} lines"
+
+
+# Names of two modules or of two public things in `qie`: empty these lists, never add to them.
+MODULES_OF_ONE_NAME: set[str] = set()
+PUBLIC_OF_ONE_NAME: set[str] = set()
+
+
+def test_no_two_rooms_share_a_name() -> None:
+    """`main` is a command; qie.legacy keeps the names of earlier programs."""
+    files: dict[str, list[str]] = {}
+    things: dict[str, list[str]] = {}
+    for name, path in modules():
+        if path.stem == "__init__":
+            continue
+        if package(name) != "cli":
+            files.setdefault(path.stem, []).append(name)
+        for node in ast.parse(path.read_text()).body:
+            public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+            if public and node.name != "main" and package(name) != "legacy":
+                things.setdefault(node.name, []).append(name)
+    assert {stem for stem, places in files.items() if len(places) > 1} == MODULES_OF_ONE_NAME
+    assert {thing for thing, places in things.items() if len(places) > 1} == PUBLIC_OF_ONE_NAME

@@ -22,6 +22,8 @@ from qie.errors import RowError, SourceError
 from qie.precompute import precompute
 from qie.shards.reader import Shard
 from qie.shards.storage import published
+from qie.types import Row
+from tests.builders import RECIPE
 from tests.sources.tables import Table, names, refused, write_tar
 from tests.stubs import StubEncoder
 
@@ -99,14 +101,19 @@ LABELS = {
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_a_row_is_the_bytes_of_its_files_and_is_called_by_its_place(table: Table, rows: Rows, kind: str) -> None:
-    source = open_source(write(kind, table, rows))
+def test_a_row_is_the_bytes_of_its_files_and_its_key_the_same_in_every_source(
+    table: Table, rows: Rows, kind: str
+) -> None:
+    place = write(kind, table, rows)
+    source, mixture = open_source(place), open_source([place])
     assert len(source) == 3 and source_name(source, 0) == "" and names(source) == LABELS[kind]
     for index in range(3):
         row = source.read(index)
         assert (row.index, row.name, row.target) == (index, LABELS[kind][index], f"t{index}.png".encode())
         assert (row.controls, row.prompt) == ((f"c{index}.png".encode(),), f"do {index}")
         assert (row.mask, row.more_prompts, row.source) == (None, (), "")
+        key = RECIPE.key(Row(9, "another", row.target, row.controls, f"do {index}"))
+        assert RECIPE.key(row) == RECIPE.key(mixture.read(index)) == key
     assert source.read(-1).index == 2
     for beyond in (3, -4):
         with pytest.raises(IndexError):

@@ -66,6 +66,8 @@ def test_a_folder_of_parquet_or_tars_is_listed(bucket: Bucket, tables: dict[str,
         folder = tmp_path / ending
         folder.mkdir()
         shutil.copy(tmp_path / "rows" / f"rows.{ending}", folder / f"x.{ending}")
+        (folder / f"._x.{ending}").write_bytes(b"what macOS leaves")
+        assert len(open_source(f"{bucket.url}/{ending}/*.{ending}")) == 2
     assert len(open_source(f"{bucket.url}/tar")) == 2
     assert len(open_source(f"{bucket.url}/parquet/")) == 2
 
@@ -137,10 +139,12 @@ def test_a_local_table_may_name_urls(bucket: Bucket, table: Table) -> None:
 
 
 def test_a_machine_that_is_at_fault_stops_the_run(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_source(table.csv([paths(0)]))
+    source, opened = open_source(table.csv([paths(0)])), disk._open_regular
 
-    def refuse(path: Path) -> tuple[int, int]:
-        raise OSError(24, "Too many open files", str(path))
+    def refuse(path: str) -> tuple[int, int]:
+        if str(path).endswith(".png"):
+            raise OSError(24, "Too many open files", str(path))
+        return opened(path)
 
     monkeypatch.setattr(disk, "_open_regular", refuse)
     with pytest.raises(StoreError, match="Too many open files"):

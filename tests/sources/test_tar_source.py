@@ -298,6 +298,13 @@ def test_several_tars_follow_each_other(tmp_path: Path, place: str) -> None:
     assert [source.read(index).name for index in range(3)] == names(source)
 
 
+def test_two_stars_match_folders_of_any_depth(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for place in ("x.tar", "a/y.tar", "a/b/z.tar"):
+        write_tar(tmp_path / place, members(place[-5], *ROW))
+    assert names(open_source(tmp_path / "**" / "*.tar")) == ["z.tar/z", "y.tar/y", "x.tar/x"]
+
+
 def test_the_order_of_tars_is_not_that_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [str(write_tar(tmp_path / f"{name}.tar", members(name, *ROW))) for name in "cab"]
     monkeypatch.setattr("glob.glob", lambda pattern, recursive: found)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qie.errors import UsageError
-from qie.stores import Folder, LocalFolder, MissingError, StoreError
+from qie.stores import Folder, LocalFolder, MissingError, StoreError, TooLargeError
 
 CLIMBING = ["", ".", "..", "../a", "a/../b", "a/..", "/a", "a//b", "a/", "./a", "a\\b", "a\0b", "\\a"]
 ODD = ["a b.tar", "a%20b.tar", "ü[1]{2}*?.tar", "a+b&c=d;e,f.tar", "~x", "#1.json", ".hidden", "00000000-00000064.tar"]
@@ -58,6 +58,19 @@ def test_a_range_beyond_the_end_is_an_error_and_never_fewer_bytes(folder: Folder
     with pytest.raises(StoreError) as error:
         folder.read("a", *bounds)
     assert not isinstance(error.value, MissingError)
+
+
+def test_a_file_larger_than_is_wanted_whole_is_refused(folder: Folder) -> None:
+    folder.write("a", b"0123456789")
+    assert folder.read("a", most=10) == b"0123456789" and folder.read("a", 2, 8, most=1) == b"234567"
+    with pytest.raises(TooLargeError):
+        folder.read("a", most=9)
+
+
+def test_everything_in_a_folder_is_named_in_order(folder: Folder) -> None:
+    for name in ["b", "a/c", ".hidden"]:
+        folder.write(name, b"x")
+    assert folder.names() == [".hidden", "a", "b"] and folder.child("none").names() == []
 
 
 @pytest.mark.parametrize("bounds", [(-1, 5), (5, 4), (-3, None)])
