@@ -209,7 +209,8 @@ def estimate(setup: Setup) -> Estimate:
     # While a block is recomputed, the next is fetched, and autograd still holds the weights of the one before.
     offloaded = max(setup.offload_blocks - 3, 0)
     frozen = (parameters.frozen - parameters.matrices) * setup.value_bytes + block * (blocks - offloaded)
-    gathered = 2 * block if parts > 1 else 0
+    # FSDP gathers the block that is computed and the next.
+    gathered = 2 * (block + parameters.trained * setup.value_bytes / blocks) if parts > 1 else 0
     trained = parameters.trained * setup.trained_bytes
     gradients = trained / parts * (2 if setup.processes > 1 and not setup.sharded else 1)
     # Autocast's copies of trained weights last for the forward pass.
