@@ -63,28 +63,16 @@ def changed(folder: Path, change: Callable[[Values], object]) -> ShardError:
 # What is written is what is read
 
 
-def test_an_index_survives_its_file(tmp_path: Path) -> None:
-    index = make_index()
-
-    assert read_index(write(tmp_path, index.to_json() + "\n")) == index
-
-
-@pytest.mark.parametrize(
-    "kind", [str, Path, File.at, lambda path: f"file://{path}"], ids=["str", "Path", "File", "URL"]
-)
-def test_an_index_is_read_from_a_path_a_file_or_a_url(
-    tmp_path: Path, kind: Callable[[Path], File | str | Path]
+@pytest.mark.parametrize("kind", [str, Path, File.at, "file://{}".format], ids=["str", "Path", "File", "URL"])
+def test_an_index_survives_its_file_read_from_a_path_a_file_or_a_url(
+    tmp_path: Path, kind: Callable[[Path], File | str | Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path, make_index().to_json())
+    path = write(tmp_path, make_index().to_json() + "\n")
 
     assert read_index(kind(path)) == make_index()
-
-
-def test_an_index_is_read_from_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path, make_index().to_json())
     monkeypatch.chdir(tmp_path)
-
     assert read_index(path.name) == read_index(File(LocalFolder(Path()), path.name)) == make_index()
+    assert read_index(path).samples[1].shape == Shape((4, 6), ((2, 3), (4, 6))), "height, then width"
 
 
 def test_an_entry_says_what_its_row_and_its_sample_say() -> None:
@@ -96,14 +84,6 @@ def test_an_entry_says_what_its_row_and_its_sample_say() -> None:
     assert (entry.row, entry.name, entry.source, entry.variant) == (8, "naïve 日本", "mine", 3)
     assert (entry.key, entry.shape, entry.tokens, entry.empty_tokens) == (sample.key, sample.shape, 9, 7)
     assert (entry.clipped, entry.notes) == (2, ("only the first frame is used",))
-
-
-def test_an_index_from_before_sources_and_variants_is_read(tmp_path: Path) -> None:
-    values = json.loads(without_own_hash(make_index().to_json()))
-    for one in values["samples"] + values["skipped"]:
-        del one["source"], one["variant"]
-
-    assert read_index(write(tmp_path, json.dumps(values))) == make_index()
 
 
 def test_an_entry_names_each_input_of_its_row_by_the_hash_in_its_key() -> None:
@@ -123,14 +103,15 @@ def test_an_entry_names_each_input_of_its_row_by_the_hash_in_its_key() -> None:
     assert Entry.of(make_sample(), replace(row, mask=None, augment=None)).inputs.keys() == short.keys() - {"mask"}
 
 
-def test_an_index_from_before_inputs_is_read(tmp_path: Path) -> None:
+def test_an_index_from_before_sources_variants_and_inputs_is_read(tmp_path: Path) -> None:
     values = json.loads(without_own_hash(make_index().to_json()))
-    for one in values["samples"]:
-        del one["inputs"]
+    for one in values["samples"] + values["skipped"]:
+        del one["source"], one["variant"]
+        one.pop("inputs", None)
+    index = make_index()
 
-    entries = read_index(write(tmp_path, json.dumps(values))).samples
-
-    assert entries == tuple(replace(entry, inputs={}) for entry in make_index().samples)
+    entries = tuple(replace(entry, inputs={}) for entry in index.samples)
+    assert read_index(write(tmp_path, json.dumps(values))) == replace(index, samples=entries)
 
 
 def test_an_index_of_no_rows_survives_its_file(tmp_path: Path) -> None:
@@ -139,25 +120,15 @@ def test_an_index_of_no_rows_survives_its_file(tmp_path: Path) -> None:
     assert read_index(write(tmp_path, index.to_json(), "00000008-00000008")) == index
 
 
-def test_an_index_has_one_spelling() -> None:
+def test_an_index_has_one_spelling_and_the_fields_of_the_format() -> None:
     text = make_index().to_json()
+    values = json.loads(text)
 
-    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert text == json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     assert "naïve 日本" in text
-
-
-def test_an_index_spells_out_the_recipe_and_its_digest() -> None:
-    values = json.loads(make_index().to_json())
-
-    assert values["recipe"] == json.loads(json.dumps(RECIPE.to_dict())) | {"digest": RECIPE.digest}
-
-
-def test_an_index_has_the_fields_of_the_format() -> None:
-    values = json.loads(make_index().to_json())
-
     named = {"format_version", "start", "stop", "filesize", "sha256", "recipe", "files", "samples", "skipped"}
-    assert set(values) == named | {"this_sha256"}
-    assert values["format_version"] == 1
+    assert set(values) == named | {"this_sha256"} and values["format_version"] == 1
+    assert values["recipe"] == json.loads(json.dumps(RECIPE.to_dict())) | {"digest": RECIPE.digest}
     assert values["samples"][1]["shape"] == {"target": [4, 6], "controls": [[2, 3], [4, 6]]}
     assert set(values["samples"][0]) == {
         *("row", "name", "source", "variant", "key", "shape", "tokens", "empty_tokens"),
@@ -175,11 +146,8 @@ def test_an_index_has_the_fields_of_the_format() -> None:
 def test_a_shard_is_named_after_its_rows() -> None:
     assert shard_stem(0, 64) == "00000000-00000064"
     assert shard_stem(99_999_999, 100_000_063) == "99999999-100000063"
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 64), (99_999_999, 100_000_063)])
-def test_a_shards_name_gives_its_rows(start: int, stop: int) -> None:
-    assert parse_stem(shard_stem(start, stop)) == (start, stop)
+    for rows in ((0, 0), (0, 64), (99_999_999, 100_000_063)):
+        assert parse_stem(shard_stem(*rows)) == rows
 
 
 @pytest.mark.parametrize(
@@ -192,86 +160,123 @@ def test_a_name_that_is_no_range_is_no_shard(stem: str) -> None:
 # Each defect by name
 
 
-def test_an_index_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    assert refused(tmp_path / "00000000-00000064.json").what == "the index cannot be read"
+def test_an_index_that_is_not_there_or_no_utf8_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "00000000-00000064.json", write(tmp_path, b'{"a":"\xff"}')):
+        assert refused(path).what == "the index cannot be read"
 
 
-def test_an_index_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
-    assert refused(write(tmp_path, b'{"a":"\xff"}')).what == "the index cannot be read"
+NO_INDEX = [
+    *("", " \n", "{", make_index().to_json()[:-1], "tar", "\x00" * 64, "[" * 200_000),
+    *("null", "[]", "1", '"index"', "{}", '{"format_version":1}'),
+]
 
 
-@pytest.mark.parametrize("content", ["", " \n", "{", make_index().to_json()[:-1], "tar", "\x00" * 64])
-def test_an_index_that_is_no_json_is_refused(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize("content", NO_INDEX, ids=[str(n) for n in range(len(NO_INDEX))])
+def test_text_that_is_no_index_is_refused(tmp_path: Path, content: str) -> None:
     error = refused(write(tmp_path, content))
 
     assert error.what == "the index is damaged or was not written by qie"
-    assert "JSONDecodeError" in str(error.found)
+    assert ("JSONDecodeError" in str(error.found)) == (NO_INDEX.index(content) < 6)
 
 
-def test_an_index_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
-    assert refused(write(tmp_path, "[" * 200_000)).what == "the index is damaged or was not written by qie"
+FILE = member_name(make_sample(0).key)
+DAMAGED = "the index is damaged or was not written by qie"
+ODD_ROWS = "the rows of the index do not add up"
+ODD_FILES = "the samples and the members of the index differ"
+Change = Callable[[Values], object]
 
 
-@pytest.mark.parametrize("content", ["null", "[]", "1", '"index"', "{}", '{"format_version":1}'])
-def test_json_that_is_no_index_is_refused(tmp_path: Path, content: str) -> None:
-    assert refused(write(tmp_path, content)).what == "the index is damaged or was not written by qie"
+def put(*path: Any, **fields: object) -> Change:
+    """Fields of the object at a path that are set."""
+
+    def change(values: Values) -> None:
+        for step in path:
+            values = values[step]
+        values.update(fields)
+
+    return change
 
 
-@pytest.mark.parametrize("name", sorted(json.loads(without_own_hash(make_index().to_json()))))
-def test_a_missing_field_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    assert changed(tmp_path, lambda values: values.pop(name)).found in (
-        f"KeyError: '{name}'",
-        f"{name}: Field required",
-    )
+def gone(*path: Any) -> Change:
+    """What stands at a path, removed."""
+
+    def change(values: Values) -> None:
+        for step in path[:-1]:
+            values = values[step]
+        values.pop(path[-1])
+
+    return change
 
 
-@pytest.mark.parametrize("name", sorted(set(Entry.__dataclass_fields__) - {"source", "variant", "inputs"}))
-def test_a_missing_field_of_a_sample_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    found = changed(tmp_path, lambda values: values["samples"][0].pop(name)).found
-    assert found == f"samples.0.{name}: Field required"
+def fields_of(kind: Any, *optional: str) -> list[str]:
+    return sorted(set(kind.__dataclass_fields__) - set(optional))
 
 
-@pytest.mark.parametrize("name", sorted(set(Skipped.__dataclass_fields__) - {"key", "source", "variant"}))
-def test_a_missing_field_of_a_skipped_row_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    found = changed(tmp_path, lambda values: values["skipped"][0].pop(name)).found
-    assert found == f"skipped.0.{name}: Field required"
+RECIPE_FIELDS = "ValueError: fields of the recipe are missing or unknown: "
+REFUSED: list[tuple[Change, str, object]] = [
+    *((gone(name), DAMAGED, name) for name in sorted(json.loads(without_own_hash(make_index().to_json())))),
+    *(
+        (gone("samples", 0, name), DAMAGED, f"samples.0.{name}: Field required")
+        for name in fields_of(Entry, "source", "variant", "inputs")
+    ),
+    *(
+        (gone("skipped", 0, name), DAMAGED, f"skipped.0.{name}: Field required")
+        for name in fields_of(Skipped, "key", "source", "variant")
+    ),
+    *((gone("files", FILE, name), DAMAGED, f"files.{FILE}.{name}: Field required") for name in fields_of(Member)),
+    *((gone("recipe", name), DAMAGED, RECIPE_FIELDS + name) for name in sorted(RECIPE.to_dict())),
+    (put("recipe", colour=1), DAMAGED, f"{RECIPE_FIELDS}colour"),
+    (put(format_version=2), DAMAGED, "ValueError: format version 2, expected 1"),
+    (put("recipe", digest="0" * 16), DAMAGED, f"ValueError: the recipe's digest is {RECIPE.digest}, not {'0' * 16}"),
+    (
+        put("recipe", areas_px=[1]),
+        DAMAGED,
+        f"ValueError: the recipe's digest is {make_recipe(areas_px=(1,)).digest}, not {RECIPE.digest}",
+    ),
+    (gone("skipped", 0), ODD_ROWS, ""),
+    (lambda values: values["skipped"].append({**values["skipped"][0], "row": 9}), ODD_ROWS, ""),
+    (lambda values: values["samples"].append(values["samples"][0]), ODD_ROWS, ""),
+    (put("samples", 0, row=12), ODD_ROWS, ""),
+    *((put("samples", 0, row=row), DAMAGED, "samples.0.row: ") for row in (None, "8", [8], {})),
+    *((put("files", FILE, offset=offset), "a member lies outside the shard", None) for offset in (16481, 2**61)),
+    *(
+        (put("files", FILE, **{field: value}), DAMAGED, f"files.{FILE}.{field}: ")
+        for field in ("offset", "size")
+        for value in (None, "512", [], 512.5, -1, 2**64)
+    ),
+    *(
+        (put(**{name: value}), DAMAGED, "")
+        for name in ("start", "stop", "filesize")
+        for value in (None, [], float("inf"), float("nan"))
+    ),
+    (gone("files", FILE), ODD_FILES, [FILE]),
+    (put("files", extra={"offset": 512, "size": 1, "sha256": "4" * 64}), ODD_FILES, ["extra"]),
+    *(
+        (put(part, 0, variant=value), DAMAGED, f"{part}.0.variant: ")
+        for part in ("samples", "skipped")
+        for value in (None, "0", 0.0, True, -1, 2**64, [])
+    ),
+    *(
+        (put(part, 0, source=value), DAMAGED, f"{part}.0.source: ")
+        for part in ("samples", "skipped")
+        for value in (None, 0, ["mine"])
+    ),
+]
 
 
-@pytest.mark.parametrize("name", sorted(Member.__dataclass_fields__))
-def test_a_missing_field_of_a_member_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    member = member_name(make_sample(0).key)
+@pytest.mark.parametrize(("change", "what", "found"), REFUSED, ids=[str(n) for n in range(len(REFUSED))])
+def test_an_index_that_is_wrong_is_refused_by_what_is_wrong(
+    tmp_path: Path, change: Change, what: str, found: object
+) -> None:
+    error = changed(tmp_path, change)
 
-    found = changed(tmp_path, lambda values: values["files"][member].pop(name)).found
-    assert found == f"files.{member}.{name}: Field required"
-
-
-@pytest.mark.parametrize("name", sorted(RECIPE.to_dict()))
-def test_a_missing_field_of_the_recipe_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    found = changed(tmp_path, lambda values: values["recipe"].pop(name)).found
-    assert found == f"ValueError: fields of the recipe are missing or unknown: {name}"
-
-
-def test_an_unknown_field_of_the_recipe_is_refused_by_name(tmp_path: Path) -> None:
-    found = changed(tmp_path, lambda values: values["recipe"].update(colour=1)).found
-    assert found == "ValueError: fields of the recipe are missing or unknown: colour"
-
-
-def test_another_format_version_is_refused(tmp_path: Path) -> None:
-    found = changed(tmp_path, lambda values: values.update(format_version=2)).found
-
-    assert found == "ValueError: format version 2, expected 1"
-
-
-def test_another_digest_than_the_recipes_is_refused(tmp_path: Path) -> None:
-    found = changed(tmp_path, lambda values: values["recipe"].update(digest="0" * 16)).found
-
-    assert found == f"ValueError: the recipe's digest is {RECIPE.digest}, not {'0' * 16}"
-
-
-def test_a_recipe_that_was_edited_is_refused(tmp_path: Path) -> None:
-    found = changed(tmp_path, lambda values: values["recipe"].update(areas_px=[1])).found
-
-    assert found == f"ValueError: the recipe's digest is {make_recipe(areas_px=(1,)).digest}, not {RECIPE.digest}"
+    assert error.what == what
+    if what == ODD_ROWS:
+        assert error.expected == "each of [8, 12), its variants from 0"
+    elif found is None:
+        assert FILE in str(error.where)
+    else:
+        assert error.found == found or str(found) in str(error.found)
 
 
 @pytest.mark.parametrize("stem", ["00000008-00000013", "00000007-00000012"])
@@ -305,83 +310,11 @@ def test_an_index_that_is_not_what_its_own_hash_says_is_refused(tmp_path: Path, 
     assert refused(write(tmp_path, change(sealed))).found == "its SHA-256 is another one than it says"
 
 
-def test_a_row_that_is_in_neither_list_is_refused(tmp_path: Path) -> None:
-    error = changed(tmp_path, lambda values: values["skipped"].clear())
-
-    assert error.what == "the rows of the index do not add up"
-    assert error.expected == "each of [8, 12), its variants from 0"
-
-
-def test_a_row_that_is_in_both_lists_is_refused(tmp_path: Path) -> None:
-    error = changed(tmp_path, lambda values: values["skipped"].append({**values["skipped"][0], "row": 9}))
-
-    assert error.what == "the rows of the index do not add up"
-
-
-def test_a_row_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
-    error = changed(tmp_path, lambda values: values["samples"].append(values["samples"][0]))
-
-    assert error.what == "the rows of the index do not add up"
-
-
-def test_a_row_out_of_the_range_is_refused(tmp_path: Path) -> None:
-    assert changed(tmp_path, lambda values: values["samples"][0].update(row=12)).what == (
-        "the rows of the index do not add up"
-    )
-
-
 @pytest.mark.parametrize("stop", [10**15, 10**18])
 def test_a_range_of_more_rows_than_memory_holds_is_refused(tmp_path: Path, stop: int) -> None:
     index = replace(make_index(), start=0, stop=stop)
 
     assert refused(write(tmp_path, index.to_json(), shard_stem(0, stop))).what == "the rows of the index do not add up"
-
-
-@pytest.mark.parametrize("row", [None, "8", [8], {}])
-def test_a_row_that_is_no_number_is_refused(tmp_path: Path, row: object) -> None:
-    changed(tmp_path, lambda values: values["samples"][0].update(row=row))
-
-
-@pytest.mark.parametrize("offset", [20480 - 3999, 2**61])
-def test_a_member_out_of_the_file_is_refused(tmp_path: Path, offset: int) -> None:
-    name = member_name(make_sample(0).key)
-    error = changed(tmp_path, lambda values: values["files"][name].update(offset=offset))
-
-    assert error.what == "a member lies outside the shard"
-    assert name in str(error.where)
-
-
-@pytest.mark.parametrize("value", [None, "512", [], 512.5, -1, 2**64])
-@pytest.mark.parametrize("field", ["offset", "size"])
-def test_a_place_that_is_no_whole_number_is_refused(tmp_path: Path, field: str, value: object) -> None:
-    name = member_name(make_sample(0).key)
-
-    changed(tmp_path, lambda values: values["files"][name].update({field: value}))
-
-
-@pytest.mark.parametrize("name", ["start", "stop", "filesize"])
-@pytest.mark.parametrize("value", [None, [], float("inf"), float("nan")])
-def test_a_number_that_is_none_is_refused(tmp_path: Path, name: str, value: object) -> None:
-    assert changed(tmp_path, lambda values: values.update({name: value})).what == (
-        "the index is damaged or was not written by qie"
-    )
-
-
-def test_a_sample_without_a_member_is_refused(tmp_path: Path) -> None:
-    name = member_name(make_sample(0).key)
-    error = changed(tmp_path, lambda values: values["files"].pop(name))
-
-    assert error.what == "the samples and the members of the index differ"
-    assert error.found == [name]
-
-
-def test_a_member_without_a_sample_is_refused(tmp_path: Path) -> None:
-    error = changed(
-        tmp_path, lambda values: values["files"].update(extra={"offset": 512, "size": 1, "sha256": "4" * 64})
-    )
-
-    assert error.what == "the samples and the members of the index differ"
-    assert error.found == ["extra"]
 
 
 # Several variants of a row
@@ -457,49 +390,18 @@ def test_variants_that_do_not_add_up_are_refused(tmp_path: Path, found: list[str
     assert error.what == "the rows of the index do not add up"
 
 
-@pytest.mark.parametrize("value", [None, "0", 0.0, True, -1, 2**64, []], ids=str)
-@pytest.mark.parametrize("part", ["samples", "skipped"])
-def test_a_variant_that_is_no_whole_number_is_refused(tmp_path: Path, part: str, value: object) -> None:
-    found = changed(tmp_path, lambda values: values[part][0].update(variant=value)).found
-
-    assert str(found).startswith(f"{part}.0.variant: ")
-
-
-@pytest.mark.parametrize("value", [None, 0, ["mine"]], ids=str)
-@pytest.mark.parametrize("part", ["samples", "skipped"])
-def test_a_source_that_is_no_name_is_refused(tmp_path: Path, part: str, value: object) -> None:
-    found = changed(tmp_path, lambda values: values[part][0].update(source=value)).found
-
-    assert str(found).startswith(f"{part}.0.source: ")
-
-
 # And any other damage
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_mutated_text_is_an_index_or_a_shard_error(tmp_path: Path, seed: int) -> None:
-    dice = random.Random(seed)
+@pytest.mark.parametrize("mutated", ["text", "value"])
+def test_a_mutated_index_is_an_index_or_a_shard_error(tmp_path: Path, mutated: str) -> None:
+    dice = random.Random(0)
     text = without_own_hash(make_index().to_json())
+    mutate = _mutated_text if mutated == "text" else mutated_json
 
-    outcomes = [_outcome(write(tmp_path, _mutated_text(text, dice))) for _ in range(50)]
+    outcomes = {_outcome(write(tmp_path, mutate(text, dice))) for _ in range(250)}
 
-    assert set(outcomes) <= {ShardIndex, ShardError}
-    assert ShardError in outcomes
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_mutated_value_is_an_index_or_a_shard_error(tmp_path: Path, seed: int) -> None:
-    dice = random.Random(seed)
-    text = without_own_hash(make_index().to_json())
-
-    outcomes = [_outcome(write(tmp_path, mutated_json(text, dice))) for _ in range(50)]
-
-    assert set(outcomes) <= {ShardIndex, ShardError}
-    assert ShardError in outcomes
-
-
-def test_the_order_of_parsed_sizes_is_height_then_width(tmp_path: Path) -> None:
-    assert read_index(write(tmp_path, make_index().to_json())).samples[1].shape == Shape((4, 6), ((2, 3), (4, 6)))
+    assert outcomes <= {ShardIndex, ShardError} and ShardError in outcomes
 
 
 def _outcome(path: Path) -> type:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from qie.errors import ShardError
+from qie.errors import RecipeMismatchError, ShardError
 from qie.shards.index import member_name
 from qie.shards.reader import Shard
 from qie.shards.record import encode
-from qie.shards.shard_set import ShardSet, Verify, compacted
+from qie.shards.shard_set import ShardSet, Verify, compacted, require_disjoint
 from qie.shards.verify import shard_faults
 from qie.shards.writer import ShardWriter
 from qie.stores import LocalFolder, open_folder
@@ -26,13 +25,17 @@ from tests.builders import (
     assert_same,
     join_record,
     make_entry,
+    make_recipe,
     make_sample,
+    make_skipped,
     mutated_json,
+    plant_shard,
     rewrite_index,
     same_bits,
     split_record,
     without_own_hash,
     write_shard,
+    write_variants,
 )
 from tests.s3 import S3
 
@@ -55,20 +58,6 @@ KINDS = {
 VERIFY: tuple[Verify, ...] = ("off", "first", "always")
 
 
-def assert_for_training(found: Sample, expected: Sample) -> None:
-    """That all tensors and the key are the same, bit for bit; what training does not read may be missing."""
-    for field in fields(Sample):
-        mine, theirs = getattr(found, field.name), getattr(expected, field.name)
-        if isinstance(theirs, tuple):
-            assert len(mine) == len(theirs) and all(map(same_bits, mine, theirs)), field.name
-        elif isinstance(theirs, torch.Tensor):
-            assert same_bits(mine, theirs), field.name
-        elif field.name not in ("prompt", "clipped"):
-            assert mine == theirs, field.name
-    assert found.shape == expected.shape
-    assert same_bits(found.empty_prompt_embed, expected.empty_prompt_embed)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three shards of all kinds of samples. Not to be changed."""
@@ -89,32 +78,21 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("verify", VERIFY)
-def test_what_is_fetched_for_training_is_what_is_loaded_bit_for_bit(folder: Path, verify: Verify) -> None:
-    shards = ShardSet.open([folder], verify=verify)
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_what_is_fetched_for_training_is_what_is_loaded_bit_for_bit_in_any_order(
+    folder: Path, s3: S3, place: str, verify: Verify
+) -> None:
+    if place == "bucket":
+        for path in folder.iterdir():
+            open_folder(f"{s3.url}/shards").upload(path.name, path)
+    shards, samples = (
+        ShardSet.open([folder if place == "disk" else f"{s3.url}/shards"], verify=verify),
+        [*KINDS.values()],
+    )
 
-    for position, sample in enumerate(KINDS.values()):
-        for _ in range(3):
-            assert_for_training(shards.fetch(position), sample)
-        assert_same(shards.load(position), sample)
-
-
-def test_samples_are_fetched_in_any_order(folder: Path) -> None:
-    shards, samples = ShardSet.open([folder]), list(KINDS.values())
-    dice = random.Random(0)
-
-    for position in dice.choices(range(len(samples)), k=60):
-        assert_for_training(shards.fetch(position), samples[position])
-
-
-def test_from_a_bucket_the_same_is_fetched(folder: Path, s3: S3) -> None:
-    remote = open_folder(f"{s3.url}/shards")
-    for path in folder.iterdir():
-        remote.upload(path.name, path)
-    shards = ShardSet.open([remote.url])
-
-    for position, sample in enumerate(KINDS.values()):
-        for _ in range(2):
-            assert_for_training(shards.fetch(position), sample)
+    for position in [*range(len(samples)), *random.Random(0).choices(range(len(samples)), k=40)]:
+        assert_same(shards.fetch(position), samples[position])
+        assert_same(shards.load(position), samples[position])
 
 
 def test_what_a_smaller_set_has_checked_is_not_checked_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,34 +103,6 @@ def test_what_a_smaller_set_has_checked_is_not_checked_again(folder: Path, monke
     after.fetch(3)
     with pytest.raises(AttributeError, match="sha256"):
         after.fetch(2)
-
-
-def test_fetched_tensors_lie_in_the_mapped_file_and_writing_to_them_does_not_reach_it(path: Path) -> None:
-    before = path.read_bytes()
-    shards = ShardSet.open([path.parent])
-
-    for _ in range(2):
-        shards.fetch(0).pixel_latent.zero_()
-
-    assert path.read_bytes() == before
-
-
-def test_a_fetched_sample_outlives_its_shards(path: Path) -> None:
-    shards = ShardSet.open([path.parent])
-    shards.fetch(0)
-    sample = shards.fetch(0)
-    path.unlink()
-    del shards
-
-    assert_for_training(sample, KINDS["plain"])
-
-
-def test_the_only_rows_of_two_folders_are_two_rows(tmp_path: Path) -> None:
-    """Both have number 0, and stand side by side."""
-    for name in ("one", "two"):
-        write_shard(tmp_path / name, [KINDS["plain"]])
-
-    assert ShardSet.open([tmp_path / "one", tmp_path / "two"]).columns.rows.tolist() == [0, 1]
 
 
 # When a record's hash is checked
@@ -174,45 +124,22 @@ def last_byte_of_prompt(path: Path) -> int:
     return member.offset + member.size - len(sample.prompt_embeds_mask) - len(sample.empty_prompt_embeds_mask) - 1
 
 
-@pytest.mark.parametrize(("verify", "found"), [("off", False), ("first", True), ("always", True)])
-def test_a_bit_that_was_flipped_before_is_found_unless_verify_is_off(path: Path, verify: Verify, found: bool) -> None:
+@pytest.mark.parametrize("verify", VERIFY)
+def test_verify_says_when_a_flipped_bit_is_found(path: Path, verify: Verify) -> None:
+    """Flipped before: unless verify is off. After the first read: loading looks each time, fetching by `always`."""
+    shards, late = (ShardSet.open([path.parent], verify=verify) for _ in range(2))
+    assert_same(late.fetch(0), KINDS["plain"])
     flip(path, last_byte_of_prompt(path))
-    shards = ShardSet.open([path.parent], verify=verify)
 
-    for read in (shards.fetch, shards.load, shards.fetch):
+    cases = [(shards.fetch, verify != "off"), (shards.load, verify != "off"), (shards.fetch, verify != "off")]
+    for read, found in [*cases, (late.fetch, verify == "always"), (late.load, verify != "off")]:
         if found:
             with pytest.raises(ShardError, match="a record is damaged"):
                 read(0)
         else:
             assert not same_bits(read(0).prompt_embed, KINDS["plain"].prompt_embed)
-
-
-@pytest.mark.parametrize(("verify", "found"), [("off", False), ("first", False), ("always", True)])
-def test_a_bit_that_is_flipped_between_two_fetches_is_found_only_by_always(
-    path: Path, verify: Verify, found: bool
-) -> None:
-    shards = ShardSet.open([path.parent], verify=verify)
-    assert_for_training(shards.fetch(0), KINDS["plain"])
     flip(path, last_byte_of_prompt(path))
-
-    if found:
-        with pytest.raises(ShardError, match="a record is damaged"):
-            shards.fetch(0)
-    else:
-        assert not same_bits(shards.fetch(0).prompt_embed, KINDS["plain"].prompt_embed)
-
-
-@pytest.mark.parametrize(("verify", "found"), [("off", False), ("first", True), ("always", True)])
-def test_loading_checks_the_hash_each_time_unless_verify_is_off(path: Path, verify: Verify, found: bool) -> None:
-    shards = ShardSet.open([path.parent], verify=verify)
-    shards.load(0)
-    flip(path, last_byte_of_prompt(path))
-
-    if found:
-        with pytest.raises(ShardError, match="a record is damaged"):
-            shards.load(0)
-    else:
-        shards.load(0)
+    assert_same(shards.fetch(0), KINDS["plain"])  # a record that was refused is checked again
 
 
 @pytest.mark.parametrize("verify", VERIFY)
@@ -238,7 +165,7 @@ def test_any_flipped_bit_of_a_record_is_found(path: Path) -> None:
             with pytest.raises(ShardError, match="a record is damaged"):
                 ShardSet.open([path.parent], verify=verify).fetch(0)
         flip(path, offset, bit)
-    assert_for_training(ShardSet.open([path.parent]).fetch(0), KINDS["plain"])
+    assert_same(ShardSet.open([path.parent]).fetch(0), KINDS["plain"])
 
 
 def test_with_verify_off_any_flipped_bit_gives_a_sample_of_the_right_sizes_or_an_error(path: Path) -> None:
@@ -253,25 +180,13 @@ def test_with_verify_off_any_flipped_bit_gives_a_sample_of_the_right_sizes_or_an
         flip(path, member.offset + offset, bit)
         shards = ShardSet.open([path.parent], verify="off")
         try:
-            assert_for_training(shards.fetch(0), KINDS["plain"])
-            assert_for_training(shards.fetch(0), KINDS["plain"])
+            for _ in range(2):
+                sample = shards.fetch(0)
+                assert_same(replace(sample, prompt=KINDS["plain"].prompt, clipped=0), KINDS["plain"])
         except ShardError:
             refused += 1
         flip(path, member.offset + offset, bit)
     assert refused > 50
-
-
-def test_a_record_that_was_refused_is_checked_again(path: Path) -> None:
-    """A first read that failed was none."""
-    flip(path, last_byte_of_prompt(path))
-    shards = ShardSet.open([path.parent])
-    for _ in range(3):
-        with pytest.raises(ShardError, match="a record is damaged"):
-            shards.fetch(0)
-
-    flip(path, last_byte_of_prompt(path))
-
-    assert_for_training(shards.fetch(0), KINDS["plain"])
 
 
 # Records that their index does not describe
@@ -462,9 +377,165 @@ def test_whatever_an_index_says_the_sample_or_a_shard_error_comes(path: Path) ->
         try:
             shards = ShardSet.open([path.parent])
             for read in (shards.fetch, shards.fetch, shards.load):
-                assert_for_training(read(0), KINDS["plain"])
+                assert_same(read(0), KINDS["plain"])
                 outcomes.add("sample")
         except ShardError:
             outcomes.add("error")
 
     assert outcomes == {"sample", "error"}
+
+
+# Several shards
+
+LETTERS = {letter: make_sample(ord(letter)) for letter in "abcdef"}
+LAYOUTS = {
+    "one shard": (["a", "b", "c"],),
+    "several shards": (["a"], ["b", "c"], ["d"]),
+    "skipped rows": (["-", "a"], ["b", "-", "c"], ["-"]),
+    "skipped shards everywhere": (["-"], ["-", "-"], ["a"], ["-"], ["b", "-"], ["-"], ["c"], ["-"]),
+    "equal rows": (["a", "a"], ["b", "a"], ["a"]),
+    "variants": (["abc", "d", "ef"],),
+    "variants of several shards": (["ab", "c"], ["--", "-"], ["a", "bcd"], ["-e"]),
+    "equal variants": (["aa", "ba", "ab"],),
+}
+"""Shards, each of rows, each spelled as its variants; "-" is a variant that is skipped."""
+
+
+def spell(folder: Path, *shards: list[str], source: str = "") -> list[tuple[int, int, str]]:
+    """Write them. Gives row, variant and letter of each."""
+    start, spelled = 0, []
+    for rows in shards:
+        write_variants(folder, [[LETTERS.get(one) for one in row] for row in rows], start=start, source=source)
+        spelled += [(start + n, variant, one) for n, row in enumerate(rows) for variant, one in enumerate(row)]
+        start += len(rows)
+    return spelled
+
+
+def rows_of(shards: ShardSet) -> list[int]:
+    return shards.columns.rows.tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_positions_lead_to_the_samples_in_the_order_of_rows_and_variants(
+    tmp_path: Path, layout: tuple[list[str], ...]
+) -> None:
+    spelled = spell(tmp_path, *layout)
+
+    shards = ShardSet.open([tmp_path])
+
+    there = [one for one in spelled if one[2] != "-"]
+    expected = [LETTERS[letter] for _, _, letter in there]
+    assert shards.keys == [sample.key for sample in expected]
+    assert [shards.columns.shape_names[number] for number in shards.columns.shapes] == [one.shape for one in expected]
+    assert bytes(shards.digests.reshape(-1)).hex() == "".join(shards.keys)
+    assert [(entry.row, entry.variant) for entry in shards.entries] == [one[:2] for one in there]
+    assert [(gone.row, gone.variant) for gone in shards.skipped] == [one[:2] for one in spelled if one[2] == "-"]
+    firsts: dict[int, int] = {}
+    assert rows_of(shards) == [firsts.setdefault(row, n) for n, (row, _, _) in enumerate(there)], "one number a row"
+    for position, sample in enumerate(expected):
+        assert_same(shards.load(position), sample)
+    with pytest.raises(IndexError):
+        shards.load(len(expected))
+
+
+def test_folders_and_buckets_are_sources_of_their_own_in_the_order_in_which_they_are_named(
+    tmp_path: Path, s3: S3
+) -> None:
+    for name in ("one", "two"):
+        spell(tmp_path / name, ["ab", "c"], source=name)
+    for path in (tmp_path / "one").iterdir():
+        open_folder(f"{s3.url}/copies").upload(path.name, path)
+
+    shards = ShardSet.open([tmp_path / "two", f"{tmp_path}/one/*.tar", f"{s3.url}/copies/*.tar"])
+
+    assert rows_of(shards) == [0, 0, 2, 3, 3, 5, 6, 6, 8]
+    assert [entry.source for entry in shards.entries] == ["two"] * 3 + ["one"] * 6
+    write_shard(tmp_path / "three", [LETTERS["a"]])
+    write_shard(tmp_path / "four", [LETTERS["a"]])
+    assert rows_of(ShardSet.open([tmp_path / "three", tmp_path / "four"])) == [0, 1], "rows of one number, side by side"
+
+
+PLACES = ["", "/", "/*.tar", "/0*.json", "/{00000000-00000003,00000003-00000005}.tar"]
+
+
+@pytest.mark.parametrize("ending", PLACES, ids=["folder", "slash", "tars", "indexes", "braces"])
+def test_shards_in_a_bucket_give_what_their_copies_give(tmp_path: Path, s3: S3, ending: str) -> None:
+    spell(tmp_path, ["a", "b-", "c"], ["da", "-"])
+    for path in tmp_path.iterdir():
+        open_folder(f"{s3.url}/copies").upload(path.name, path)
+
+    here, there = ShardSet.open([tmp_path]), ShardSet.open([f"{s3.url}/copies{ending}"])
+
+    assert (there.recipe, there.entries, there.skipped) == (here.recipe, here.entries, here.skipped)
+    assert (there.keys, rows_of(there)) == (here.keys, rows_of(here))
+    for position in range(len(here)):
+        assert_same(there.load(position), here.load(position))
+
+
+@pytest.mark.parametrize("layout", [(), (["-", "-"], ["-"])], ids=["none", "skipped rows alone"])
+def test_shards_without_any_sample_are_refused(tmp_path: Path, layout: tuple[list[str], ...]) -> None:
+    spell(tmp_path, *layout)
+
+    with pytest.raises(ShardError, match="the shards hold no samples"):
+        ShardSet.open([tmp_path]) if layout else ShardSet([])
+
+
+def test_skipped_rows_keep_their_reasons_and_shards_their_recipe(tmp_path: Path) -> None:
+    spell(tmp_path, ["a", "-"])
+
+    shards = ShardSet.open([tmp_path])
+
+    assert (shards.skipped, shards.recipe) == ([make_skipped(1)], RECIPE)
+
+
+RECIPES = [
+    ({"areas_px": (512 * 512,)}, "areas_px: (1048576,) here, (262144,) there"),
+    ({"vae": "f" * 64}, "vae: aaaaaaaaaaaa… here, ffffffffffff… there"),
+    ({"text_area_px": None}, "text_area_px: 147456 here, None there"),
+    (
+        {"areas_px": (4096,), "background": "#000000"},
+        "areas_px: (1048576,) here, (4096,) there; background: #ffffff here, #000000 there",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), RECIPES)
+def test_shards_of_two_recipes_are_refused_by_the_fields_that_differ(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    other = make_recipe(**changes)
+    write_shard(tmp_path, [LETTERS["a"]])
+    write_shard(tmp_path, [make_sample(1, recipe=other)], start=1, recipe=other)
+
+    with pytest.raises(RecipeMismatchError) as error:
+        ShardSet.open([tmp_path])
+
+    assert error.value.what == f"shards of another recipe: {said}"
+    assert (error.value.expected, error.value.found) == (f"recipe {RECIPE.digest}", f"recipe {other.digest}")
+    assert str(error.value.where) == str(tmp_path / "00000001-00000002.tar")
+    assert (error.value.exit_code, "train on one recipe at a time" in str(error.value.hint)) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "overlaps", "found"),
+    [((2, 6), True, "rows [2, 3)"), ((0, 4), True, "rows [0, 3)"), ((1, 2), True, "rows [1, 3)"), ((3, 4), False, "")],
+    ids=str,
+)
+@pytest.mark.parametrize("samples", [True, False], ids=["samples", "skipped rows"])
+def test_shards_that_hold_the_same_rows_of_one_folder_are_refused(
+    tmp_path: Path, s3: S3, rows: tuple[int, int], overlaps: bool, found: str, samples: bool
+) -> None:
+    write_shard(tmp_path, [LETTERS["a"]] * 3)
+    plant_shard(tmp_path, [LETTERS["a"] if samples else None] * (rows[1] - rows[0]), start=rows[0])
+    for path in tmp_path.iterdir():
+        open_folder(s3.url).upload(path.name, path)
+
+    for place in (tmp_path, s3.url):
+        if not overlaps:
+            shards = [Shard(path) for path in sorted(tmp_path.glob("*.json"))]
+            require_disjoint([(shard.file, shard.index.rows) for shard in shards][::-1])
+            assert len(ShardSet.open([place])) == (4 if samples else 3)
+            continue
+        with pytest.raises(ShardError, match="two shards hold the same rows") as error:
+            ShardSet.open([place])
+        assert str(error.value.found).startswith(found)

@@ -66,10 +66,6 @@ def shape_of(columns: Columns, position: int) -> Shape:
     return columns.shape_names[columns.shapes[position]]
 
 
-def counts_of(columns: Columns) -> Counter[Shape]:
-    return Counter(shape_of(columns, position) for position in range(len(columns)))
-
-
 def real(plan: Iterable[PlannedBatch]) -> list[int]:
     """Positions that count in the loss, in order."""
     return [p for batch in plan for p, weight in zip(batch.positions, batch.weights, strict=True) if weight > 0]
@@ -208,64 +204,39 @@ def test_a_plan_is_what_lists_and_loops_would_give(columns: Columns, data: st.Da
 
 
 @deterministic
-@given(samples(), seeds, epochs, sizes, orders)
-def test_with_pad_every_sample_counts_exactly_once(columns, seed: int, epoch: int, size: int, order: str) -> None:
-    plan = plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, tail="pad", order=order)
-    assert sorted(real(plan)) == list(range(len(columns)))
-
-
-@deterministic
-@given(samples(), seeds, epochs, sizes, orders)
-def test_with_drop_no_sample_comes_twice_and_only_an_incomplete_batch_of_a_shape_is_left_out(
-    columns: Columns, seed: int, epoch: int, size: int, order: str
+@given(samples(variants=3), st.data(), seeds, epochs, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3), orders, tails)
+def test_every_plan_keeps_its_promises(
+    columns: Columns, data: st.DataObject, seed: int, epoch: int, world_size: int, per_process: int, order, tail
 ) -> None:
-    counts = counts_of(columns)
-    assume(max(counts.values()) >= size)
-    plan = plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, tail="drop", order=order)
-    seen = [position for batch in plan for position in batch.positions]
-    assert len(seen) == len(set(seen))
-    left_out = Counter(shape_of(columns, position) for position in set(range(len(columns))) - set(seen))
-    assert left_out == {shape: count % size for shape, count in counts.items() if count % size}
-    assert {weight for batch in plan for weight in batch.weights} == {1.0}
-
-
-@deterministic
-@given(samples(), seeds, epochs, sizes, orders, tails)
-def test_every_batch_is_full_and_of_one_shape(columns, seed: int, epoch: int, size: int, order: str, tail: str) -> None:
-    assume(tail == "pad" or max(counts_of(columns).values()) >= size)
-    for batch in plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, tail=tail, order=order):
-        assert len(batch.positions) == len(batch.weights) == size
-        assert len({shape_of(columns, position) for position in batch.positions}) == 1
-        assert all(type(position) is int for position in batch.positions), "numpy's integers are no JSON"
-
-
-@deterministic
-@given(samples(), seeds, epochs, sizes)
-def test_weights_are_1_on_average_and_equal_for_all_that_count(columns, seed: int, epoch: int, size: int) -> None:
-    for batch in plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size):
-        assert sum(batch.weights) / size == pytest.approx(1.0)
-        assert len(set(batch.weights) - {0.0}) == 1
-
-
-@deterministic
-@given(samples(), seeds, epochs, sizes)
-def test_a_batch_is_filled_up_with_its_own_samples(columns: Columns, seed: int, epoch: int, size: int) -> None:
-    """They are read anyway, and none is longer than what the batch is padded to."""
-    for batch in plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size):
-        assert set(batch.positions) == set(real([batch]))
-
-
-@deterministic
-@given(samples(), seeds, epochs, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3), orders)
-def test_the_slices_of_any_number_of_processes_join_to_the_same_batches(
-    columns: Columns, seed: int, epoch: int, world_size: int, per_process: int, order: str
-) -> None:
+    """One shape a batch, filled with its own samples; one variant of each row; nothing lost but by `drop`."""
     size = world_size * per_process
-    for batch in plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, order=order):
+    out = np.array(data.draw(st.lists(st.booleans(), min_size=len(columns), max_size=len(columns))))
+    arguments = {"seed": seed, "epoch": epoch, "global_batch_size": size, "order": order, "leave_out": out}
+    rows = set(columns.rows[~out].tolist())
+    assume(rows)
+    padded = plan_epoch(columns, **arguments)
+    assert sorted(columns.rows[real(padded)].tolist()) == sorted(rows), "each row once, by one of its variants"
+    shown = Counter(shape_of(columns, position) for position in real(padded))
+    assume(tail == "pad" or max(shown.values()) >= size)
+    plan = plan_epoch(columns, tail=tail, **arguments)
+    if tail == "drop":
+        seen = Counter(shape_of(columns, position) for position in real(plan))
+        assert shown - seen == {shape: count % size for shape, count in shown.items() if count % size}
+        assert {weight for batch in plan for weight in batch.weights} == {1.0}
+    loss = [float(position**2 % 17) for position in range(len(columns))]
+    for batch in plan:
+        assert len(batch.positions) == len(batch.weights) == size
+        assert all(type(position) is int for position in batch.positions), "numpy's integers are no JSON"
+        assert len({shape_of(columns, position) for position in batch.positions}) == 1
+        assert not out[list(batch.positions)].any()
+        assert set(batch.positions) == set(real([batch])), "they are read anyway, and none pads further"
+        assert len(set(batch.weights) - {0.0}) == 1
         slices = [batch.slice(rank, world_size) for rank in range(world_size)]
         assert {len(part.positions) for part in slices} == {per_process}
         assert tuple(position for part in slices for position in part.positions) == batch.positions
         assert tuple(weight for part in slices for weight in part.weights) == batch.weights
+        means = [np.mean([w * loss[p] for p, w in zip(part.positions, part.weights, strict=True)]) for part in slices]
+        assert np.mean(means) == pytest.approx(np.mean([loss[position] for position in real([batch])]))
 
 
 def test_a_batch_that_processes_cannot_share_is_not_cut_short() -> None:
@@ -339,18 +310,13 @@ def test_another_seed_or_epoch_gives_another_order(change: dict[str, int], order
     assert sorted(real(other)) == sorted(real(plan))
 
 
-def test_seed_and_epoch_are_not_interchangeable() -> None:
-    columns = of([SQUARE] * 20)
-    plan = plan_epoch(columns, seed=1, epoch=2, global_batch_size=1)
-    assert real(plan) != real(plan_epoch(columns, seed=2, epoch=1, global_batch_size=1))
-
-
 def test_an_epoch_neither_keeps_the_order_of_the_rows_nor_sorts_by_shape() -> None:
     columns = of([SQUARE] * 50 + [WIDE] * 50)
-    plan = plan_epoch(columns, seed=0, epoch=0, global_batch_size=5)
+    plan = plan_epoch(columns, seed=1, epoch=2, global_batch_size=5)
     order = [shape_of(columns, batch.positions[0]) for batch in plan]
     assert any(one != other for one, other in zip(order[:10], order[10:], strict=True))
     assert all(batch.positions != tuple(sorted(batch.positions)) for batch in plan[:3])
+    assert real(plan) != real(plan_epoch(columns, seed=2, epoch=1, global_batch_size=5)), "seed and epoch are two"
 
 
 @pytest.mark.parametrize("order", ["shuffle", "blocks"])
@@ -410,13 +376,6 @@ def test_batches_of_similar_lengths_pad_little() -> None:
     apart = padding(plan_epoch(LONG_AND_SHORT, similar_lengths=1, **settings), LONG_AND_SHORT)
     assert padding(plan_epoch(LONG_AND_SHORT, similar_lengths=8, **settings), LONG_AND_SHORT) < apart / 5
     assert padding(plan_epoch(LONG_AND_SHORT, similar_lengths=64, **settings), LONG_AND_SHORT) < apart / 25
-
-
-@pytest.mark.parametrize("order", ["shuffle", "blocks"])
-@pytest.mark.parametrize("similar", [2, 5, 64])
-def test_of_many_batches_so_many_are_filled_by_length_together(order: str, similar: int) -> None:
-    settings = {"seed": 2, "epoch": 1, "global_batch_size": 3, "order": order, "similar_lengths": similar}
-    assert list(plan_epoch(LONG_AND_SHORT, **settings)) == plainly(LONG_AND_SHORT, **settings)
 
 
 def test_batches_of_similar_lengths_come_in_no_order_of_length() -> None:
@@ -526,13 +485,6 @@ def test_rows_that_are_left_out_count_for_no_weight() -> None:
 # Variants
 
 
-@deterministic
-@given(samples(variants=4), seeds, epochs, sizes, orders)
-def test_an_epoch_shows_one_variant_of_each_row(columns, seed: int, epoch: int, size: int, order: str) -> None:
-    shown = real(plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=size, order=order))
-    assert sorted(columns.rows[shown].tolist()) == sorted(set(columns.rows.tolist()))
-
-
 def test_variants_are_drawn_evenly_and_each_row_for_itself() -> None:
     columns = of([SQUARE] * 9, rows=[0, 0, 0, 0, 1, 2, 2, 2, 2])
     shown = [frozenset(real(plan_epoch(columns, seed=1, epoch=e, global_batch_size=1))) for e in range(1600)]
@@ -545,24 +497,6 @@ def test_a_row_that_is_drawn_twice_may_show_two_variants() -> None:
     columns = of([SQUARE] * 20, rows=[n // 2 for n in range(20)])
     shown = Counter(real(plan_epoch(columns, seed=0, epoch=0, global_batch_size=1, source_weights=[2])))
     assert {1, 2} == set(shown.values())
-
-
-# What is left out
-
-
-@deterministic
-@given(samples(), st.data(), seeds, sizes, tails, orders)
-def test_what_is_left_out_appears_in_no_batch_not_even_to_fill_one(
-    columns: Columns, data: st.DataObject, seed: int, size: int, tail: str, order: str
-) -> None:
-    out = np.array(data.draw(st.lists(st.booleans(), min_size=len(columns), max_size=len(columns))))
-    remaining = np.flatnonzero(~out).tolist()
-    most = max(Counter(shape_of(columns, position) for position in remaining).values(), default=0)
-    assume(most >= (1 if tail == "pad" else size))
-    plan = plan_epoch(columns, seed=seed, epoch=0, global_batch_size=size, tail=tail, order=order, leave_out=out)
-    assert not set(np.flatnonzero(out)) & {position for batch in plan for position in batch.positions}
-    if tail == "pad":
-        assert sorted(real(plan)) == remaining
 
 
 # Blocks
@@ -648,13 +582,6 @@ def test_a_batch_comes_when_its_last_sample_does_and_incomplete_ones_in_the_orde
     assert sorted([WIDE, SQUARE, TWO_CONTROLS]) == [TWO_CONTROLS, SQUARE, WIDE]
 
 
-def test_in_sequence_a_row_that_is_drawn_twice_comes_twice_in_turn() -> None:
-    columns = of([SQUARE] * 5, sources=[0, 0, 0, 1, 1])
-    settings = {"seed": 0, "global_batch_size": 1, "order": "sequence", "source_weights": (2, 0.5)}
-    assert real(plan_epoch(columns, epoch=0, **settings)) == [0, 0, 1, 1, 2, 2, 3]
-    assert real(plan_epoch(columns, epoch=1, **settings)) == [0, 0, 1, 1, 2, 2, 4]
-
-
 def test_a_sequence_of_nothing_yet_is_empty() -> None:
     assert len(sequence_prefix(of([]), global_batch_size=4)) == 0
     assert len(sequence_prefix(of([SQUARE] * 3), global_batch_size=4)) == 0
@@ -721,13 +648,13 @@ def test_0_batches_of_many_shapes_name_the_largest() -> None:
 
 
 @pytest.mark.parametrize("order", ["shuffle", "blocks", "sequence"])
-@pytest.mark.parametrize("shapes", [[], [SQUARE, WIDE]])
 @pytest.mark.parametrize("weights", [None, [1.5]])
-def test_0_batches_of_no_samples_say_so(shapes: list[Shape], weights: list[float] | None, order: str) -> None:
-    settings = {"order": order, "source_weights": weights, "leave_out": np.ones(len(shapes), np.bool_)}
-    with pytest.raises(UsageError, match="0 batches") as caught:
-        plan_epoch(of(shapes), seed=0, epoch=0, global_batch_size=1, **settings)
-    assert caught.value.found == "no samples"
+def test_0_batches_of_no_samples_say_so(weights: list[float] | None, order: str) -> None:
+    for shapes in ([], [SQUARE, WIDE]):
+        settings = {"order": order, "source_weights": weights, "leave_out": np.ones(len(shapes), np.bool_)}
+        with pytest.raises(UsageError, match="0 batches") as caught:
+            plan_epoch(of(shapes), seed=0, epoch=0, global_batch_size=1, **settings)
+        assert caught.value.found == "no samples"
 
 
 # Rows for validation
@@ -763,35 +690,17 @@ def test_rows_of_the_smallest_first_keys_are_held_out_with_all_variants(keys, co
 
 
 @deterministic
-@given(contents, counts)
-def test_as_many_contents_are_held_out_as_asked_for_and_equal_ones_together(keys: list[bytes], count: int) -> None:
-    _, out = hold_out(keys, count)
-    chosen = {keys[position] for position in out}
-    assert len(chosen) == min(count, len(set(keys)))
-    assert not chosen & {keys[position] for position in range(len(keys)) if position not in out}
-
-
-@deterministic
-@given(contents, counts, st.data())
-def test_reordering_the_rows_holds_out_the_same_contents(keys: list[bytes], count: int, data: st.DataObject) -> None:
+@given(contents, contents, counts, st.data())
+def test_which_contents_are_held_out_follows_from_content_alone(
+    keys: list[bytes], new: list[bytes], count: int, data: st.DataObject
+) -> None:
+    validation, out = hold_out(keys, count)
+    held, trained = {keys[position] for position in out}, {key for n, key in enumerate(keys) if n not in out}
+    assert len(held) == min(count, len(set(keys))) and not held & trained
     for shuffled in (keys[::-1], data.draw(st.permutations(keys))):
-        mine = [shuffled[p] for p in hold_out(shuffled, count)[0]]
-        assert mine == [keys[p] for p in hold_out(keys, count)[0]]
-
-
-@deterministic
-@given(contents, contents, counts)
-def test_new_rows_move_no_old_one_from_training_to_validation(old: list[bytes], new: list[bytes], count: int) -> None:
-    before, after = hold_out(old, count)[1], hold_out(old + new, count)[1]
-    trained_on = {old[position] for position in range(len(old)) if position not in before}
-    assert not trained_on & {(old + new)[position] for position in after}
-
-
-@deterministic
-@given(contents, counts)
-def test_holding_out_one_more_keeps_what_was_held_out(keys: list[bytes], count: int) -> None:
-    one, more = hold_out(keys, count)[0], hold_out(keys, count + 1)[0]
-    assert more[: len(one)] == one
+        assert [shuffled[p] for p in hold_out(shuffled, count)[0]] == [keys[p] for p in validation]
+    assert not trained & {(keys + new)[position] for position in hold_out(keys + new, count)[1]}, "new rows move no old"
+    assert hold_out(keys, count + 1)[0][: len(validation)] == validation
 
 
 def test_of_no_rows_none_is_held_out() -> None:
