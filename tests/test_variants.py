@@ -6,7 +6,7 @@ import io
 import random
 import shutil
 from collections import defaultdict
-from dataclasses import astuple, fields, replace
+from dataclasses import fields, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -16,16 +16,14 @@ import torch
 from PIL import Image, ImageOps
 
 from qie.data.live import look_at_rows
-from qie.data.plan import plan_epoch
 from qie.data.sources import open_source
 from qie.data.variants import Variants
 from qie.errors import QieError, RowError
 from qie.precompute import Settings, precompute
 from qie.shards.index import Entry
 from qie.shards.shard_set import ShardSet
-from qie.shards.table import Columns
 from qie.streams import open_stream
-from qie.types import Augment, Batch, Row, Shape
+from qie.types import Augment, Batch, Row
 from tests.stubs import RECIPE, StubEncoder, StubSource
 
 ROW = Row(5, "five", b"target", (b"one", b"two"), "first", b"mask", ("second", "third"))
@@ -152,13 +150,6 @@ def test_a_shard_holds_all_variants_of_each_row_in_their_order(tmp_path: Path) -
     assert [found.load(position).prompt for position in range(3)] == ["p0", "p0 1", "p0 2"]
 
 
-def test_rows_of_several_places_with_one_number_are_different_rows(tmp_path: Path) -> None:
-    write(captioned(3), tmp_path / "a", THREE)
-    write(StubSource.of(4), tmp_path / "b", Variants())
-    found = ShardSet.open([tmp_path / "a", tmp_path / "b"])
-    assert found.columns.rows.tolist() == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 10, 11, 12]
-
-
 def test_a_variant_that_cannot_be_encoded_is_skipped_by_itself(tmp_path: Path) -> None:
     class Picky(StubEncoder):
         def inspect(self, row: Row):
@@ -255,53 +246,6 @@ def test_each_epoch_has_one_variant_of_each_row_and_in_time_all_of_them(tmp_path
     assert all(150 < count < 250 for count in counts), counts
 
 
-def test_a_batch_holds_only_the_chosen_variants_even_where_it_is_filled_up(tmp_path: Path) -> None:
-    write(captioned(5), tmp_path, THREE)
-    stream = open_stream(tmp_path, batch_size=4)
-    rows = stream.samples.columns.rows
-    filled_up = 0
-    for _ in range(5):
-        plan = stream.plan
-        chosen = {position for batch in plan for position, weight in zip(*astuple(batch), strict=True) if weight}
-        assert sorted(rows[list(chosen)]) == sorted(set(rows.tolist()))
-        batches = list(stream)
-        assert all(set(batch.indices) <= chosen for batch in batches)
-        filled_up += sum(0 in batch.weight.tolist() for batch in batches)
-    assert filled_up
-    assert (stream.epoch, stream.position) == (5, 0)
-
-
-def shown(rows: list[int], seed: int, epoch: int) -> list[int]:
-    """The positions that an epoch takes of variants of `rows`."""
-    same = np.zeros(len(rows), np.int32)
-    shapes = (Shape((4, 4), ((4, 4),)),)
-    columns = Columns(same, shapes, np.array(rows, np.int64), same, same, same)
-    plan = plan_epoch(columns, seed=seed, epoch=epoch, global_batch_size=1)
-    return sorted(position for batch in plan for position in batch.positions)
-
-
-def test_without_variants_nothing_is_left_out() -> None:
-    assert shown([0, 1, 2, 7], seed=0, epoch=0) == [0, 1, 2, 3]
-
-
-def test_the_variants_of_an_epoch_are_those_of_yesterday() -> None:
-    """Written down: another draw would be another epoch, and a run that is resumed would go on in it."""
-    rows = [number // 3 for number in range(18)]
-    assert shown(rows, 0, 0) == [2, 4, 8, 11, 14, 16]
-    assert shown(rows, 0, 1) == [2, 5, 7, 9, 12, 17]
-    assert shown(rows, 7, 0) == [2, 5, 8, 11, 14, 15]
-
-
-def test_of_rows_with_different_numbers_of_variants_one_each_is_shown() -> None:
-    rows = [0, 0, 0, 1, 2, 2, 9, 9, 9, 9]
-    seen = set()
-    for epoch in range(50):
-        positions = shown(rows, seed=3, epoch=epoch)
-        assert [rows[position] for position in positions] == [0, 1, 2, 9]
-        seen |= set(positions)
-    assert seen == set(range(10)), "a variant is never shown"
-
-
 def assert_same(one: Batch, other: Batch) -> None:
     for field in fields(Batch):
         mine, theirs = getattr(one, field.name), getattr(other, field.name)
@@ -376,20 +320,6 @@ def test_equal_samples_are_never_on_both_sides(tmp_path: Path) -> None:
     validated = {found.keys[number] for batch in stream.validation_batches() for number in batch.positions}
     trained = {key for batches in epochs(stream, 12) for batch in batches for key in batch.keys}
     assert not validated & trained
-
-
-def test_a_stream_of_variants_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    write(captioned(7), tmp_path, THREE)
-    whole, expected = open_stream(tmp_path, batch_size=2), []
-    states = []
-    running = whole.forever()
-    for _ in range(25):
-        states.append(whole.state_dict())
-        expected.append(next(running).keys)
-    for number in (0, 3, 9, 17):
-        resumed = open_stream(tmp_path, batch_size=2)
-        resumed.load_state_dict(states[number])
-        assert [batch.keys for batch in islice(resumed.forever(), 6)] == expected[number : number + 6]
 
 
 def test_a_caption_that_went_while_training_is_an_error(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import random
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -440,46 +439,6 @@ def test_stamps_of_another_day_are_worth_nothing(folder: Path, reads: list[str])
 
 
 # Damage
-
-
-def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path) -> None:
-    write(tmp_path, LAYOUTS["variants"], source="x")
-    path, folder = compact(tmp_path).path, LocalFolder(tmp_path)
-    assert path is not None
-    sound, content = compacted(folder), path.read_bytes()
-    dice = random.Random(0)
-    header = int.from_bytes(content[:8], "little") + 8
-    positions = [*range(8), *dice.sample(range(8, header), 150), *dice.sample(range(header, len(content)), 142)]
-    assert len(positions) == 300
-
-    refused = 0
-    for position in positions:
-        damaged = bytearray(content)
-        damaged[position] ^= 1 << dice.randrange(8)
-        path.write_bytes(damaged)
-        try:
-            found = read_compact(folder)
-        except ShardError as error:
-            assert str(path) == str(error.where)
-            refused += 1
-        else:
-            assert_same_compact(found, sound)
-
-    assert refused > 290
-
-
-def test_a_file_that_is_cut_or_longer_is_refused(folder: Path) -> None:
-    path = compact(folder).path
-    assert path is not None
-    content = path.read_bytes()
-    dice = random.Random(1)
-    lengths = [0, 1, 7, 8, 9, len(content) - 1, *dice.sample(range(len(content)), 40)]
-
-    for damaged in [*(content[:length] for length in lengths), content + b"\0", content * 2, bytes(len(content))]:
-        path.write_bytes(damaged)
-        with pytest.raises(ShardError, match="the compacted index is damaged") as error:
-            read_compact(LocalFolder(folder))
-        assert str(error.value.where) == str(path)
 
 
 def test_a_damaged_one_is_named_when_shards_are_opened_and_may_be_deleted(folder: Path) -> None:

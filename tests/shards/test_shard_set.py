@@ -153,21 +153,6 @@ def test_a_damaged_header_is_found_when_first_read_in_any_case(path: Path, verif
         shards.fetch(0)
 
 
-def test_any_flipped_bit_of_a_record_is_found(path: Path) -> None:
-    shard = Shard(path.with_suffix(".json"))
-    (member,) = shard.index.files.values()
-    dice = random.Random(0)
-
-    for offset in dice.sample(range(member.offset, member.offset + member.size), 60):
-        bit = dice.randrange(8)
-        flip(path, offset, bit)
-        for verify in ("first", "always"):
-            with pytest.raises(ShardError, match="a record is damaged"):
-                ShardSet.open([path.parent], verify=verify).fetch(0)
-        flip(path, offset, bit)
-    assert_same(ShardSet.open([path.parent]).fetch(0), KINDS["plain"])
-
-
 def test_with_verify_off_any_flipped_bit_gives_a_sample_of_the_right_sizes_or_an_error(path: Path) -> None:
     shard = Shard(path.with_suffix(".json"))
     (member,) = shard.index.files.values()
@@ -513,7 +498,7 @@ def test_shards_of_two_recipes_are_refused_by_the_fields_that_differ(
     assert error.value.what == f"shards of another recipe: {said}"
     assert (error.value.expected, error.value.found) == (f"recipe {RECIPE.digest}", f"recipe {other.digest}")
     assert str(error.value.where) == str(tmp_path / "00000001-00000002.tar")
-    assert (error.value.exit_code, "train on one recipe at a time" in str(error.value.hint)) == (2, True)
+    assert error.value.exit_code == 2 and str(tmp_path / "00000000-00000001.tar") in str(error.value.hint)
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qie.errors import QieError, RecipeMismatchError, ShardError, UsageError
+from qie.errors import QieError, ShardError, UsageError
 from qie.streams import open_stream
-from tests.builders import make_recipe, make_sample, plant_shard, rewrite_index, write_shard
+from tests.builders import make_sample, rewrite_index, write_shard
 from tests.conftest import ROOT
 
 STEM = "00000000-00000004"
@@ -35,26 +33,16 @@ def refused(kind: type[QieError], *arguments: Any, **settings: Any) -> QieError:
     return error.value
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    values = json.loads(path.read_text(encoding="utf-8"))
-    change(values)
-    path.write_text(json.dumps(values), encoding="utf-8")
-
-
 # Nothing there
-
-
-def test_an_empty_folder_is_named_with_what_was_looked_for(tmp_path: Path) -> None:
-    error = refused(UsageError, tmp_path)
-
-    assert error.where == tmp_path and "00000000-00000064.tar" in str(error.expected) and "qie-precompute" in error.hint
 
 
 def test_of_a_folder_without_shards_it_is_said_what_is_there(tmp_path: Path) -> None:
     for name in ("holiday.jpg", "notes.txt"):
         (tmp_path / name).touch()
 
-    assert "holiday.jpg" in str(refused(UsageError, tmp_path).found)
+    error = refused(UsageError, tmp_path)
+    assert error.where == tmp_path and "00000000-00000064.tar" in str(error.expected) and "qie-precompute" in error.hint
+    assert "holiday.jpg" in str(error.found)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -74,39 +62,7 @@ def test_a_tar_without_its_index_is_no_shard(shards: Path) -> None:
     assert f"{STEM}.tar" in str(error.found) and ".json" in str(error.expected)
 
 
-def test_an_index_without_its_tar_is_named(shards: Path) -> None:
-    (shards / f"{STEM}.tar").unlink()
-
-    error = refused(ShardError, shards)
-    assert f"{STEM}.tar" in str(error.where) and "missing" in error.what
-
-
-def test_shards_of_skipped_rows_alone_hold_no_samples(tmp_path: Path) -> None:
-    write_shard(tmp_path, [None, None])
-
-    assert "no samples" in refused(ShardError, tmp_path).what
-
-
 # Something else there
-
-
-def test_of_shards_of_two_recipes_it_is_said_which_and_how_they_differ(shards: Path, tmp_path: Path) -> None:
-    recipe = make_recipe(vae_dtype="float16", areas_px=(512 * 512,))
-    write_shard(tmp_path / "others", [make_sample(9, recipe=recipe)], recipe=recipe)
-
-    error = refused(RecipeMismatchError, [shards, tmp_path / "others"])
-
-    message = str(error)
-    assert str(tmp_path / "others") in message and str(shards) in message
-    assert "vae_dtype" in message and "float16" in message and "float32" in message and "areas_px" in message
-    assert "text_dtype" not in message, "what does not differ is not said"
-
-
-def test_two_shards_of_the_same_rows_are_named(shards: Path) -> None:
-    plant_shard(shards, [make_sample(8)], start=3)
-
-    error = refused(ShardError, shards)
-    assert "00000003-00000004" in str(error) and STEM in str(error)
 
 
 @pytest.mark.parametrize("place", ["pipe:cat shards.tar", "pipe:touch {}/ran", "PIPE:touch {}/ran"])
@@ -125,37 +81,18 @@ def test_a_url_of_another_kind_is_refused(place: str) -> None:
 # Names that climb out
 
 
+@pytest.mark.parametrize("agreeing", [False, True], ids=["member", "member and key"])
 @pytest.mark.parametrize("name", ["../secret", "../../etc/passwd", "/etc/passwd", "a/../../b", "..\\secret"])
-def test_a_member_that_climbs_out_is_refused(shards: Path, name: str) -> None:
+def test_a_name_that_climbs_out_is_refused_even_if_the_index_agrees_with_itself(
+    shards: Path, name: str, agreeing: bool
+) -> None:
     def climb(values: dict[str, Any]) -> None:
         old = values["samples"][0]["key"]
+        if agreeing:
+            values["samples"][0]["key"] = name
         values["files"][f"{name}.safetensors"] = values["files"].pop(f"{old}.safetensors")
 
-    rewrite(shards / f"{STEM}.json", climb)
-
-    assert STEM in str(refused(ShardError, shards))
-
-
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd"])
-def test_a_key_that_climbs_out_is_refused_though_the_index_agrees_with_itself(shards: Path, name: str) -> None:
-    def climb(values: dict[str, Any]) -> None:
-        old = values["samples"][0]["key"]
-        values["samples"][0]["key"] = name
-        values["files"][f"{name}.safetensors"] = values["files"].pop(f"{old}.safetensors")
-
-    rewrite(shards / f"{STEM}.json", climb)
-
-    assert STEM in str(refused(ShardError, shards))
-
-
-@pytest.mark.parametrize("change", ["negative", "beyond", "huge"])
-def test_a_member_that_lies_outside_its_tar_is_refused(shards: Path, change: str) -> None:
-    offsets = {"negative": -512, "beyond": (shards / f"{STEM}.tar").stat().st_size, "huge": 2**61}
-
-    def move(values: dict[str, Any]) -> None:
-        next(iter(values["files"].values()))["offset"] = offsets[change]
-
-    rewrite(shards / f"{STEM}.json", move)
+    rewrite_index(shards / f"{STEM}.json", climb)
 
     assert STEM in str(refused(ShardError, shards))
 
@@ -183,11 +120,6 @@ def test_padded_the_same_has_batches(shards: Path) -> None:
 
 def test_rows_kept_out_until_none_is_left_are_refused(shards: Path) -> None:
     assert "validation.rows" in refused(UsageError, shards, validation_rows=5).what
-
-
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
-def test_a_weight_that_is_no_positive_number_is_refused(shards: Path, weight: float) -> None:
-    assert "weight" in refused(UsageError, shards, weights={"": weight}).what
 
 
 def test_a_weight_of_a_source_that_is_not_there_is_refused_with_those_that_are(shards: Path) -> None:
