@@ -16,10 +16,10 @@ class Architecture:
 
     Attributes:
         blocks: each with an image and a text stream of the same shape.
-        heads, head_width: of the attention; their product is the width of both streams.
-        in_channels: of an image token.
-        out_channels: of a predicted image token, all of its patch.
-        text_width: of a text token as Qwen2.5-VL gives it.
+        heads, head_width: attention heads and their width; the product is the width of both streams.
+        in_channels: channels of an image token.
+        out_channels: channels of a predicted image token, all of its patch.
+        text_width: channels of a text token, as Qwen2.5-VL gives it.
         zero_cond_t: controls are modulated at t = 0, so that modulation differs from token to token.
     """
 
@@ -51,10 +51,10 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one sample in a training step; a multiplication and an addition are two.
+    """The cost of one sample in a training step; a multiplication and an addition are two.
 
     Attributes:
-        forward, backward: what the model has to compute.
+        forward, backward: the model's own work.
         recomputed: the forward pass of checkpointed blocks, once more.
     """
 
@@ -64,7 +64,7 @@ class Flops:
 
     @property
     def model(self) -> float:
-        """What MFU counts: without what is computed again (PaLM, arXiv:2204.02311, appendix B)."""
+        """The work that MFU counts, without recomputation (PaLM, arXiv:2204.02311, appendix B)."""
         return self.forward + self.backward
 
 
@@ -76,19 +76,19 @@ def step_flops(
     all_trained: bool,
     checkpointed_blocks: int = 0,
 ) -> Flops:
-    """What a training step on a sample computes.
+    """Count the operations of a training step on one sample.
 
     Per token and block a stream has 4 d² weights in its attention and 8 d² in its MLP; each costs 2 forward, 2 for the
     gradient of its input and, where it is trained, 2 for its own. Attention costs 4 n² d forward, n being the tokens of
-    both streams, and twice that backward, whatever is trained. Norms, activations, adapters (below 1 % at rank 16) and
-    the scores that fused attention computes again in its backward pass are left out.
+    both streams, and twice that backward, whether or not weights are trained. The count leaves out norms, activations,
+    adapters (below 1 % at rank 16) and the scores that fused attention recomputes in its backward pass.
 
     Args:
-        architecture: of the transformer.
-        image_tokens: of target and controls.
-        text_tokens: of the prompt as Qwen2.5-VL gives it, its images included.
-        all_trained: all weights, or an adapter on frozen ones.
-        checkpointed_blocks: how many blocks are computed again in the backward pass.
+        architecture: the transformer's.
+        image_tokens: those of target and controls.
+        text_tokens: those of the prompt as Qwen2.5-VL gives it, its images included.
+        all_trained: all weights are trained, not an adapter on frozen ones.
+        checkpointed_blocks: how many blocks are recomputed in the backward pass.
     """
     width, tokens = architecture.width, image_tokens + text_tokens
     layers = 2 * 12 * width**2 * tokens * architecture.blocks
@@ -103,10 +103,10 @@ def step_flops(
     return Flops(float(forward), float(backward), float(recomputed))
 
 
-# Dense bfloat16 matrix products with float32 sums, in TFLOP/s, at the power limit of the datasheet. Of NVIDIA's
-# datasheets (A100, H100, H200, H20, L4, L40, L40S, A10, A40, DGX/HGX B200 and B300, GB200), where a figure is with
-# sparsity half of it; of its whitepapers on the Ampere GA102, Ada and RTX Blackwell architectures for the others;
-# AMD's datasheets for Instinct. What a GPU is called is how torch.cuda.get_device_name begins, without the maker.
+# Dense bfloat16 matrix products with float32 sums, in TFLOP/s, at the power limit of the datasheet. Sources: NVIDIA's
+# datasheets (A100, H100, H200, H20, L4, L40, L40S, A10, A40, DGX/HGX B200 and B300, GB200), halved where a figure is
+# with sparsity; NVIDIA's whitepapers on the Ampere GA102, Ada and RTX Blackwell architectures for the others; AMD's
+# datasheets for Instinct. A name is the beginning of torch.cuda.get_device_name, without the maker.
 _PEAK_TFLOPS = {
     "A100": 312.0,
     "A800": 312.0,
@@ -145,15 +145,15 @@ _PEAK_TFLOPS = {
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """What a GPU can compute in a second, dense, by its `torch.cuda.get_device_name`; None: not known.
+    """The dense operations of a GPU per second, by its `torch.cuda.get_device_name`; None: not known.
 
-    Known are whole GPUs in half precision. A slower variant of a known one (Laptop, D, a MIG slice) is not known.
+    The table knows whole GPUs in half precision, but no slower variant of one (Laptop, D, a MIG slice).
     """
     if dtype not in (torch.bfloat16, torch.float16) or " MIG " in device_name:
         return None
     name = re.sub(r"^(NVIDIA|AMD) ", "", device_name)
     for known in sorted(_PEAK_TFLOPS, key=len, reverse=True):
-        # What may follow: the form and the memory, as in A100-SXM4-80GB or H100 80GB HBM3.
+        # The form and the memory may follow, as in A100-SXM4-80GB or H100 80GB HBM3.
         if re.fullmatch(rf"{known}([ -](SXM\d?|PCIE|OAM|HBM\w+|\d+GB))*", name, re.IGNORECASE):
             return _PEAK_TFLOPS[known] * 1e12
     return None

@@ -21,7 +21,7 @@ from qie.training.model.lora import add_lora
 
 # Bytes of a quantised weight. nf4 has an 8-bit scale for each 64 weights; the others have one for each row.
 _QUANTIZED_BYTES: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 1 / 64}
-# State of a trained weight, in copies of it, by the name of the optimizer's class; an unknown one is taken for AdamW.
+# State of a trained weight, in copies of it, by the name of the optimizer's class; an unknown one counts as AdamW.
 _STATES = {"SGD": 1, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0, "Muon": 1, "Prodigy": 4}
 _CONTEXT_BYTES = 1 << 30
 

@@ -113,7 +113,7 @@ def read_adapter(path: Path, key: str) -> AdapterFile:
     It is one of qie, of diffusers, or of another program whose format diffusers reads.
 
     Raises:
-        ConfigError: no adapter is there, or it cannot be read; names `key`, the place in the configuration.
+        ConfigError: the adapter is missing, or cannot be read; names `key`, the place in the configuration.
     """
     file = path / ADAPTER_FILE if path.is_dir() else path
     if not file.is_file():
@@ -150,7 +150,7 @@ def find_adapter(place: Path) -> Path:
     """The adapter's file in a checkpoint, in the latest checkpoint of a run's output folder, or `place` itself.
 
     Raises:
-        UsageError: no adapter is there.
+        UsageError: no adapter is found.
     """
     if place.is_file():
         return place
@@ -198,7 +198,7 @@ def _misfits(lora: AdapterFile, linears: dict[str, torch.nn.Linear]) -> Iterator
             continue
         side, features = (1, linears[module].in_features) if part.startswith("A") else (0, linears[module].out_features)
         if tensor.ndim > 2 or tensor.ndim <= side or tensor.shape[side] != features:
-            yield f"{name} is {list(tensor.shape)}, and the layer has {features} features there"
+            yield f"{name} is {list(tensor.shape)}, and the layer has {features} features on that side"
 
 
 def export_adapter(place: Path, output: Path, format: Format, dtype: torch.dtype | None = None) -> None:
@@ -211,11 +211,13 @@ def export_adapter(place: Path, output: Path, format: Format, dtype: torch.dtype
         dtype: of the factors; None for that in which they are stored.
 
     Raises:
-        UsageError: no adapter is there, it cannot be read, or `format` cannot express it.
+        UsageError: the adapter is not found, cannot be read, or `format` cannot express it.
         QieError: a factor does not fit into `dtype`.
     """
     if output.suffix != ".safetensors" or output.is_dir():
-        raise UsageError("the adapter cannot be written there", where=output, expected="a file NAME.safetensors")
+        raise UsageError(
+            "the adapter cannot be written to this place", where=output, expected="a file NAME.safetensors"
+        )
     lora = read_adapter(find_adapter(place), "the path of the adapter")
     metadata = {"format": "pt"}
     if format == "comfyui":

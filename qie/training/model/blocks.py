@@ -141,7 +141,7 @@ def _frozen_matrices(block: nn.Module, device: torch.device) -> list[_OffloadedW
 class _Offloader:
     """Makes the weights of blocks resident while their block is computed, in the forward pass and in recomputation.
 
-    Autograd holds what the backward pass of a block needs of its weights: for a checkpointed block, what its
+    Autograd holds the weights that a block's backward pass needs: for a checkpointed block, those that its
     recomputation saved. So a block's weights are evicted when it returns, in the forward pass and in the recomputation
     alike, and their memory is free when nobody needs it any more. Each fetch makes new parameters: autograd may have
     saved the previous parameter itself, not its content.
@@ -197,7 +197,7 @@ class _Offloader:
         """
         host = [weight.host for weight in self._weights[index]]
         sources = [_parts(value) for value in host]
-        # Inference mode may fetch ahead what training will use.
+        # Inference mode may fetch weights ahead that training will use.
         with torch.inference_mode(False), torch.no_grad():
             copies = [[torch.empty_like(part, device=self._device) for part in parts] for parts in sources]
             arrival = None

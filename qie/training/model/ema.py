@@ -25,7 +25,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Take in the weights after optimizer step number `updates`, from 1."""
+        """Average in the weights after optimizer step number `updates`, from 1."""
         decay = min(self._decay, (1 + updates) / (10 + updates))
         for name, weight in self._parameters.items():
             self.averages[name].lerp_(weight.detach().float(), 1 - decay)

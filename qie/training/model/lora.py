@@ -243,7 +243,7 @@ def _require_targets(transformer: QwenImageTransformer2DModel, targets: list[str
 def _attach(transformer: QwenImageTransformer2DModel, lora: AdapterFile, name: str, key: str) -> None:
     """Load an adapter beside the weights, all of it: diffusers only warns of tensors that have no place.
 
-    Its dropout is none of its settings: what is not trained drops nothing.
+    Dropout is not among its settings: an adapter that is not trained drops nothing.
     """
     modules = {name for name, _ in transformer.named_modules()}
     with _seeded(0), explained_adapter("the adapter does not fit this model", lora.file, key):

@@ -13,31 +13,31 @@ from qie.errors import ConfigError
 
 
 def quantize_blocks(
-    transformer: QwenImageTransformer2DModel, kind: Quantization, device: torch.device | None = None
+    transformer: QwenImageTransformer2DModel, quantize: Quantization, device: torch.device | None = None
 ) -> None:
-    """Store the linear layers of the transformer's blocks in fewer bits; for good, since what is rounded is lost.
+    """Store the linear layers of the transformer's blocks in fewer bits; for good, since rounding loses the rest.
 
     fp8 (e4m3) and int8 keep a float32 scale for each row; nf4 keeps one of 8 bits for 64 weights (QLoRA,
     arXiv:2305.14314). They compute in the dtype that the layer had.
 
-    Only blocks: they hold 99.8 % of the released model's weights. The projections into and out of them, the time
-    embedding and the norms are small, and all that follows depends on them. So does it on the first block's img_mod,
-    which the quantised copies of Qwen-Image that people share keep in full precision, too.
+    Blocks hold 99.8 % of the released model's weights. The projections into and out of them, the time embedding and the
+    norms stay as they are: they are small, and everything after them depends on them. So does everything on the first
+    block's img_mod, which the quantised copies of Qwen-Image that people share keep in full precision, too.
 
     Args:
         transformer: frozen, and not quantised yet.
-        kind: how a weight is stored.
-        device: where layers are quantised, one by one, and then stay; None: where they are. A GPU takes seconds for
-            what a CPU takes minutes.
+        quantize: the format of a weight.
+        device: layers are quantised there, one by one, and then stay; None: they are quantised where they are. A GPU
+            takes seconds, a CPU minutes.
 
     Raises:
-        ConfigError: the library that does it is missing.
+        ConfigError: the library for this format is missing.
     """
-    make = _layer_maker(kind)
+    make = _layer_maker(quantize)
     for name, linear in list(_linears(transformer)):
         transformer.set_submodule(name, make(linear if device is None else linear.to(device)))
     # diffusers' own mark, by which peft chooses its layer, and parameters are counted.
-    transformer.is_loaded_in_4bit = kind == "nf4"
+    transformer.is_loaded_in_4bit = quantize == "nf4"
 
 
 def is_quantized(transformer: torch.nn.Module) -> bool:
@@ -49,8 +49,8 @@ def is_quantized(transformer: torch.nn.Module) -> bool:
 class ScaledLinear(torch.nn.Linear):
     """A frozen linear layer whose weight is one of torchao's quantised tensors.
 
-    torchao's own product keeps the weight in full precision for the backward pass, of every layer at once, which takes
-    back what was saved. Here it is restored again when the gradient needs it.
+    torchao's own product keeps the weight in full precision for the backward pass, of every layer at once, and so
+    loses the memory that quantising saved. This layer restores the weight again when the gradient needs it.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -76,23 +76,23 @@ def _linears(transformer: QwenImageTransformer2DModel) -> Iterator[tuple[str, to
             yield name, module
 
 
-def _layer_maker(kind: Quantization) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+def _layer_maker(quantize: Quantization) -> Callable[[torch.nn.Linear], torch.nn.Module]:
     try:
-        return _four_bits() if kind == "nf4" else _eight_bits(kind)
+        return _four_bits() if quantize == "nf4" else _eight_bits(quantize)
     except ImportError as error:
         raise ConfigError(
             "the library that quantises the transformer is not installed",
             where="model.quantize",
-            found=f"{kind}; {error}",
+            found=f"{quantize}; {error}",
             hint="pip install qie[quant]",
         ) from error
 
 
-def _eight_bits(kind: Quantization) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+def _eight_bits(quantize: Quantization) -> Callable[[torch.nn.Linear], torch.nn.Module]:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     # Otherwise torchao sets options of the whole process, the precision of float32 products among them.
-    config = (Float8WeightOnlyConfig if kind == "fp8" else Int8WeightOnlyConfig)(set_inductor_config=False)
+    config = (Float8WeightOnlyConfig if quantize == "fp8" else Int8WeightOnlyConfig)(set_inductor_config=False)
 
     def make(linear: torch.nn.Linear) -> torch.nn.Module:
         layer = ScaledLinear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -113,8 +113,8 @@ def _four_bits() -> Callable[[torch.nn.Linear], torch.nn.Module]:
         )
         layer.weight = Params4bit(linear.weight.data, requires_grad=False, module=layer, **options)
         layer.bias = linear.bias
-        # On some CPUs a forward pass without gradients would store weights anew, rounded once more, and for good.
+        # On some CPUs a forward pass without gradients would store weights again, rounded once more, and for good.
         layer.support_avx512bf16_for_cpu = False
-        return layer.to(linear.weight.device)  # type: ignore[no-any-return]  # this is what quantises it
+        return layer.to(linear.weight.device)  # type: ignore[no-any-return]  # this quantises it
 
     return make

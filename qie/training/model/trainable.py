@@ -41,14 +41,14 @@ class TrainableModel:
     Args:
         pretrained: the base model.
         config: its sections model and train.
-        dtype: the transformer computes in it.
-        device: the transformer will train there.
+        dtype: in which it computes.
+        device: where it is trained.
         weights: the checkpoint folder that `load` is to be called with; None for a new run. What that checkpoint
             replaces is not read: neither model.lora.continue_from, nor the base model's weights where all are trained.
 
     Attributes:
         transformer: the module, as diffusers has it.
-        model: what a training step calls: the transformer, perhaps wrapped for several processes.
+        model: the module that a training step calls: the transformer, perhaps wrapped for several processes.
 
     Raises:
         QieError: the transformer in `weights` is damaged, or is not one of the base model.
@@ -128,7 +128,7 @@ class TrainableModel:
         return found
 
     def save(self, folder: Path, tensors: Mapping[str, Tensors]) -> None:
-        """Write what `tensors` gave into a checkpoint's folder, in the layout of diffusers."""
+        """Write the result of `tensors` into a checkpoint's folder, in the layout of diffusers."""
         for group, values in tensors.items():
             place = _place(folder, group)
             if self._lora:
@@ -145,7 +145,7 @@ class TrainableModel:
         for group, values in self._groups().items():
             place, name = _place(folder, group), ADAPTER_FILE if self._lora else TRANSFORMER_FOLDER
             if group == TRAINED and not self._lora and folder == self._weights:
-                continue  # the transformer was loaded from there
+                continue  # already loaded by the constructor
             with explained_damage(folder, EMA if group == EMA else name):
                 if self._lora:
                     load_adapter(values, place)
