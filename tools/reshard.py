@@ -26,7 +26,7 @@ from pathlib import Path
 from qie.cli.common import Progress, explained
 from qie.errors import UsageError
 from qie.paths import local_path
-from qie.precompute.reshard import Choice, Resharded, reshard
+from qie.precompute.reshard import Resharded, SampleChoice, reshard
 from qie.shards.storage import find_indexes
 from qie.stores import open_folder
 
@@ -75,7 +75,7 @@ def run(given: argparse.Namespace) -> int:
             places,
             open_folder(given.output),
             shard_size=given.shard_size,
-            choice=Choice(given.rows, given.only_source, dropped),
+            choice=SampleChoice(given.rows, given.only_source, dropped),
             renumber=given.renumber,
             progress=at,
         )

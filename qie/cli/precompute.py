@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from qie.config import Config
     from qie.precompute import Report, Settings
-    from qie.precompute.estimate import Estimate
+    from qie.precompute.estimate import PrecomputeEstimate
     from qie.precompute.ranges import Range
     from qie.shards.index import Skipped
 
@@ -84,7 +84,7 @@ def main(
     from qie.config import load_config, required
     from qie.libraries import quiet_libraries
     from qie.opening import open_encoder, open_rows, precompute_config, worker_configs
-    from qie.precompute.estimate import estimate
+    from qie.precompute.estimate import estimate_precompute
     from qie.stores import open_folder
 
     config = load_config(config_path, [*overrides, *_devices(options)])
@@ -100,7 +100,7 @@ def main(
     if dry_run:
         encoder = open_encoder(worker_configs(config, devices)[0] if devices else config)
         with Progress("checking", wanted[1] - wanted[0], "rows", quiet=quiet) as progress:
-            found = estimate(rows, encoder, folder, rows=wanted, settings=settings, progress=progress.at)
+            found = estimate_precompute(rows, encoder, folder, rows=wanted, settings=settings, progress=progress.at)
         _print_estimate(found, encoder.recipe.digest)
         _finish(found.skipped)
     with Progress("encoding", wanted[1] - wanted[0], "rows", quiet=quiet) as progress, JsonLog(log_path) as log:
@@ -192,7 +192,7 @@ def _print(report: Report, folder: object) -> None:
         echo(f"{report.clipped} values were beyond FP16's range and were clipped; qie-stats says where")
 
 
-def _print_estimate(found: Estimate, recipe: str) -> None:
+def _print_estimate(found: PrecomputeEstimate, recipe: str) -> None:
     samples, fresh = found.shapes.total(), found.fresh.total()
     echo(f"{found.rows} rows: {samples} samples can be encoded, {len(found.skipped)} cannot; recipe {recipe}")
     for shape, count in found.shapes.most_common():

@@ -91,7 +91,7 @@ def _requests(
     num_images: int,
 ) -> list[Request]:
     from qie.errors import UsageError
-    from qie.inference.requests import Request, numbered, read_batch
+    from qie.inference.requests import Request, numbered_paths, read_batch
     from qie.paths import local_path
 
     options = {"--image": images or None, "--prompt": prompt, "--output": output}
@@ -102,7 +102,7 @@ def _requests(
     if missing := [name for name, value in options.items() if value is None]:
         raise click.UsageError(f"Missing option {', '.join(missing)}; or give a --batch.")
     assert prompt is not None and output is not None
-    return [Request(images, prompt, negative_prompt, seed, numbered(local_path(output), num_images))]
+    return [Request(images, prompt, negative_prompt, seed, numbered_paths(local_path(output), num_images))]
 
 
 def parse_size(text: str) -> tuple[int, int]:

@@ -114,7 +114,7 @@ def read_batch(file: Path, *, negative_prompt: str, seed: int, count: int) -> li
                 line.prompt,
                 negative_prompt if line.negative_prompt is None else line.negative_prompt,
                 seed if line.seed is None else line.seed,
-                numbered(file.parent / local_path(line.output), count),
+                numbered_paths(file.parent / local_path(line.output), count),
                 where,
             )
         )
@@ -123,7 +123,7 @@ def read_batch(file: Path, *, negative_prompt: str, seed: int, count: int) -> li
     return requests
 
 
-def numbered(output: Path, count: int) -> tuple[Path, ...]:
+def numbered_paths(output: Path, count: int) -> tuple[Path, ...]:
     """Names for several images: out.png becomes out-0.png, out-1.png and so on; a single one keeps its name."""
     if count == 1 or not output.name:
         return (output,)
@@ -137,7 +137,7 @@ def check_requests(requests: Sequence[Request], background: str) -> None:
     for request in requests:
         with _located(request.where):
             for output in request.outputs:
-                check_output(output)
+                check_image_path(output)
                 if (place := output.resolve()) in writers:
                     raise UsageError("two images for one file", where=output, found=f"also {writers[place]}")
                 writers[place] = request.where
@@ -240,7 +240,7 @@ def read_images(paths: Iterable[str], background: str, where: str | None = None)
     return images
 
 
-def check_output(path: Path) -> None:
+def check_image_path(path: Path) -> None:
     """Raise UsageError when no image can be written to `path`: for a check before the work, not after it."""
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
         raise UsageError("the ending names no image format", where=path, expected="such as .png or .jpg")
@@ -249,7 +249,7 @@ def check_output(path: Path) -> None:
 
 def save_image(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:
     """Write an image completely or not at all. A PNG carries `settings` as text under the name qie."""
-    check_output(path)
+    check_image_path(path)
     about = PngImagePlugin.PngInfo()
     about.add_itxt("qie", json.dumps(settings, ensure_ascii=False))
     partial = path.with_name(f".{path.name}.partial")

@@ -27,7 +27,7 @@ _Found = tuple[Row, Shape | RowError, str, Entry | None]
 
 
 @dataclass
-class Estimate:
+class PrecomputeEstimate:
     """The outcome of a run, before it runs.
 
     Attributes:
@@ -47,7 +47,7 @@ class Estimate:
     encoding_s: float | None = None
 
 
-def estimate(
+def estimate_precompute(
     source: Source,
     encoder: RowEncoder,
     output: Folder,
@@ -55,11 +55,11 @@ def estimate(
     rows: Range,
     settings: Settings,
     progress: Callable[[int], object] = lambda done: None,
-) -> Estimate:
+) -> PrecomputeEstimate:
     """Read and check every row of a range, look for its records, and time a few. Writes nothing."""
     check_output(output, encoder.recipe, len(source))
     records = Records(output, settings.reuse)
-    result, timed, known, seen = Estimate(), dict[Shape, list[Row]](), dict[Shape, int](), set[str]()
+    result, timed, known, seen = PrecomputeEstimate(), dict[Shape, list[Row]](), dict[Shape, int](), set[str]()
 
     def look(number: int) -> list[_Found] | RowError:
         try:
@@ -101,7 +101,7 @@ def _look(row: Row, encoder: RowEncoder, records: Records) -> _Found:
     return row, facts.shape, facts.key, records.entry(facts.key)
 
 
-def _time(result: Estimate, rows: list[Row], known: dict[Shape, int], encoder: RowEncoder) -> None:
+def _time(result: PrecomputeEstimate, rows: list[Row], known: dict[Shape, int], encoder: RowEncoder) -> None:
     """Encode `rows`, of different shapes if possible, and scale to all samples; `known` has bytes by shape."""
     measured = dict(known)
     started = None

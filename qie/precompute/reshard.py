@@ -31,7 +31,7 @@ _OPEN_SHARDS = 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampleChoice:
     """Which rows and samples are copied; by default all.
 
     Attributes:
@@ -56,7 +56,7 @@ class Choice:
         return one if reason is None else Skipped(one.row, one.name, reason, one.key, one.source, one.variant)
 
 
-EVERYTHING = Choice()
+EVERYTHING = SampleChoice()
 
 
 @dataclass
@@ -104,7 +104,7 @@ def reshard(
     output: Folder,
     *,
     shard_size: int = 64,
-    choice: Choice = EVERYTHING,
+    choice: SampleChoice = EVERYTHING,
     renumber: bool = False,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Resharded:

@@ -102,11 +102,6 @@ def test_functions_stay_small() -> None:
                 assert length <= 45, f"{name}.{node.name} has {length} lines"
 
 
-# Names of two modules or of two public things in `qie`: empty these lists, never add to them.
-MODULES_OF_ONE_NAME: set[str] = set()
-PUBLIC_OF_ONE_NAME = {"Choice", "Estimate", "check_output", "estimate", "numbered", "reshard"}
-
-
 def test_no_two_rooms_share_a_name() -> None:
     """`main` is a command; qie.legacy keeps the names of earlier programs."""
     files: dict[str, list[str]] = {}
@@ -120,5 +115,5 @@ def test_no_two_rooms_share_a_name() -> None:
             public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
             if public and node.name != "main" and package(name) != "legacy":
                 things.setdefault(node.name, []).append(name)
-    assert {stem for stem, places in files.items() if len(places) > 1} <= MODULES_OF_ONE_NAME
-    assert {thing for thing, places in things.items() if len(places) > 1} <= PUBLIC_OF_ONE_NAME
+    assert {stem for stem, places in files.items() if len(places) > 1} == set()
+    assert {thing for thing, places in things.items() if len(places) > 1} == set()

@@ -11,7 +11,7 @@ import pytest
 from qie.data.variants import Variants
 from qie.errors import RecipeMismatchError
 from qie.precompute import Settings, precompute
-from qie.precompute.estimate import Estimate, estimate
+from qie.precompute.estimate import PrecomputeEstimate, estimate_precompute
 from qie.shards.reader import Shard
 from qie.shards.storage import published
 from qie.stores import open_folder
@@ -20,9 +20,13 @@ from tests.stubs import RECIPE, StubEncoder, StubSource
 SOURCE = StubSource.of(40).changed(7, target=b"broken").changed(20, target=b"missing")
 
 
-def look(source: StubSource, folder: Path, rows: tuple[int, int] | None = None, encoder=None, **settings) -> Estimate:
+def look(
+    source: StubSource, folder: Path, rows: tuple[int, int] | None = None, encoder=None, **settings
+) -> PrecomputeEstimate:
     encoder = encoder or StubEncoder()
-    return estimate(source, encoder, open_folder(folder), rows=rows or (0, len(source)), settings=Settings(**settings))
+    return estimate_precompute(
+        source, encoder, open_folder(folder), rows=rows or (0, len(source)), settings=Settings(**settings)
+    )
 
 
 def captioned(source: StubSource) -> StubSource:
@@ -74,7 +78,7 @@ def test_rows_of_equal_content_are_fresh_once(tmp_path: Path) -> None:
 
 def test_only_the_asked_rows_are_looked_at(tmp_path: Path) -> None:
     seen: list[int] = []
-    found = estimate(
+    found = estimate_precompute(
         SOURCE, StubEncoder(), open_folder(tmp_path), rows=(18, 23), settings=Settings(), progress=seen.append
     )
     assert (found.rows, found.shapes.total(), [gone.row for gone in found.skipped]) == (5, 4, [20])

@@ -10,7 +10,7 @@ from PIL import Image
 
 from qie.cli.predict import parse_lora, parse_size
 from qie.errors import QieError, UsageError
-from qie.inference.requests import Request, check_requests, numbered, read_batch
+from qie.inference.requests import Request, check_requests, numbered_paths, read_batch
 from qie.training.model.adapter_file import ADAPTER_FILE
 
 
@@ -105,10 +105,10 @@ def test_numbered_files_of_two_lines_do_not_meet(batch) -> None:
 
 
 def test_several_images_are_numbered_from_0_in_equally_long_names() -> None:
-    assert numbered(Path("a/out.png"), 1) == (Path("a/out.png"),)
-    assert [path.name for path in numbered(Path("a/out.png"), 2)] == ["out-0.png", "out-1.png"]
-    assert [path.name for path in numbered(Path("a/x.y.png"), 11)][::10] == ["x.y-00.png", "x.y-10.png"]
-    assert numbered(Path(), 3) == (Path(),)
+    assert numbered_paths(Path("a/out.png"), 1) == (Path("a/out.png"),)
+    assert [path.name for path in numbered_paths(Path("a/out.png"), 2)] == ["out-0.png", "out-1.png"]
+    assert [path.name for path in numbered_paths(Path("a/x.y.png"), 11)][::10] == ["x.y-00.png", "x.y-10.png"]
+    assert numbered_paths(Path(), 3) == (Path(),)
 
 
 @pytest.mark.parametrize(("text", "size"), [("1024x768", (1024, 768)), ("16×8192", (16, 8192)), (" 32X64 ", (32, 64))])

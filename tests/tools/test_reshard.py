@@ -11,7 +11,7 @@ import pytest
 
 from qie.errors import RecipeMismatchError, ShardError, UsageError
 from qie.precompute import precompute
-from qie.precompute.reshard import Choice, reshard
+from qie.precompute.reshard import SampleChoice, reshard
 from qie.shards.reader import Shard
 from qie.shards.record import encode
 from qie.shards.shard_set import ShardSet
@@ -68,7 +68,7 @@ def test_parts_are_merged_into_the_files_of_one_run_and_rows_split_off_again(tmp
     parts = [encoded(tmp_path / name, 4, rows) for name, rows in (("b", (13, 30)), ("a", (0, 13)))]
     cut(parts, tmp_path / "whole", shard_size=8)
     assert files(tmp_path / "whole") == files(encoded(tmp_path / "due", 8))
-    cut([tmp_path / "whole"], tmp_path / "some", shard_size=4, choice=Choice(rows=(6, 21)))
+    cut([tmp_path / "whole"], tmp_path / "some", shard_size=4, choice=SampleChoice(rows=(6, 21)))
     assert files(tmp_path / "some") == files(encoded(tmp_path / "some due", 4, (6, 21)))
 
 
@@ -84,7 +84,9 @@ def test_what_is_left_out_is_a_skipped_row_with_its_reason_and_its_record_is_gon
     encoded(tmp_path / "old", 8, source=StubSource(tuple(rows)))
     samples = ShardSet.open([tmp_path / "old"])
     gone = samples.keys[1]  # row 1, by day
-    report = cut([tmp_path / "old"], tmp_path / "new", choice=Choice(source="day", dropped=frozenset([gone, "f" * 64])))
+    report = cut(
+        [tmp_path / "old"], tmp_path / "new", choice=SampleChoice(source="day", dropped=frozenset([gone, "f" * 64]))
+    )
     assert (report.samples, report.skipped, report.left_out, report.dropped) == (17, 2, 11, {gone})
     [shard] = map(Shard, published(tmp_path / "new"))
     assert len(shard.index.accounts) == 30 and len(shard.index.files) == 17
@@ -191,11 +193,11 @@ def test_an_output_of_other_shards_or_of_another_recipe_or_an_input_is_refused(t
     assert files(tmp_path / "foreign") == before
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="own folder"):
-        cut([tmp_path / "old"], "old", shard_size=8, choice=Choice(dropped=frozenset(["0" * 64])))
+        cut([tmp_path / "old"], "old", shard_size=8, choice=SampleChoice(dropped=frozenset(["0" * 64])))
 
 
 @pytest.mark.parametrize(
-    "options", [{"shard_size": 0}, {"choice": Choice(rows=(30, 40))}, {"choice": Choice(rows=(9, 9))}]
+    "options", [{"shard_size": 0}, {"choice": SampleChoice(rows=(30, 40))}, {"choice": SampleChoice(rows=(9, 9))}]
 )
 def test_no_rows_and_no_shard_size_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(UsageError):

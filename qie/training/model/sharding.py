@@ -33,7 +33,7 @@ def all_whole(tensors: Mapping[str, torch.Tensor], *, wanted: bool) -> dict[str,
     return found
 
 
-def reshard(model: torch.nn.Module) -> None:
+def reshard_weights(model: torch.nn.Module) -> None:
     """Spread again the weights that a forward pass without a backward pass has left whole: FSDP's outermost module."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

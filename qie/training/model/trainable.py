@@ -27,7 +27,7 @@ from qie.training.model.load import (
     train_all_weights,
 )
 from qie.training.model.lora import adapter_tensors, add_frozen_adapters, add_lora, load_adapter, save_adapter
-from qie.training.model.sharding import all_whole, fill, not_finite, require_finite, reshard
+from qie.training.model.sharding import all_whole, fill, not_finite, require_finite, reshard_weights
 
 TRAINED, EMA = "trained", "ema"
 """The groups of tensors in a checkpoint: the trained weights, and in a folder `ema` their averages, laid out alike."""
@@ -107,7 +107,7 @@ class TrainableModel:
             try:
                 yield self.transformer
             finally:
-                reshard(self.transformer)
+                reshard_weights(self.transformer)
                 self.transformer.train()
 
     def tensors(self, *, wanted: bool) -> dict[str, dict[str, torch.Tensor]]:
