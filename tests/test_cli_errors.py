@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -109,25 +110,195 @@ def put(key: str, value: object) -> tuple[str, str]:
     return "--set", f"{key}={value}"
 
 
-# Configuration
+NOT_WRITTEN = ("nowhere/out.png", "file/out.png")
+NO_FORMAT = ("empty", "out", "out.xyz", ".png", "", "out.psd", "out.fli")
+
+Case = tuple[Any, tuple[object, ...], list[str]]
+NO_SOURCE = put("data.source", "null")
 
 
-@configured
-def test_a_missing_config_file_is_named(refused: Refused, command, arguments: tuple[str, ...]) -> None:
-    message = refused(command, *arguments, "--config", "missing.yaml")
-    assert "configuration file cannot be read" in message and "missing.yaml" in message
+def everywhere(words: list[str], *more: object) -> list[Case]:
+    """The same fault given to each command that takes a configuration."""
+    return [(command, (*arguments, *more), words) for command, arguments in CONFIGURED]
 
 
-@configured
-def test_a_config_that_is_no_yaml_is_named(refused: Refused, work: Path, command, arguments: tuple[str, ...]) -> None:
-    (work / "bad.yaml").write_text("model: [1,\n  2: 3\n" * 40)
-    assert "bad.yaml" in refused(command, *arguments, "--config", "bad.yaml")
+def on_devices(device: str, *words: str) -> list[Case]:
+    """A device given to each command, by option or by key; the message names the key, too."""
+    given = [
+        (precompute, (*CONFIG, "--vae-device", device), "cache.vae_encoder_device"),
+        (precompute, (*CONFIG, "--text-device", device), "cache.text_encoder_device"),
+        (precompute, (*CONFIG, *put("cache.vae_encoder_device", device)), "cache.vae_encoder_device"),
+        (
+            train,
+            (*CONFIG, *put("cache.use_cache", "false"), *put("cache.text_encoder_device", device)),
+            "cache.text_encoder_device",
+        ),
+        *[
+            (predict, (*EDIT, *put(f"predict.devices.{name}", device)), f"predict.devices.{name}")
+            for name in ("transformer", "vae", "text_encoder")
+        ],
+    ]
+    return [
+        (command, arguments, [word.format(key) for word in ("{}", device, *words)]) for command, arguments, key in given
+    ]
 
 
-@configured
-def test_an_unknown_key_names_the_nearest(refused: Refused, command, arguments: tuple[str, ...]) -> None:
-    message = refused(command, *arguments, *put("train.max_step", 5))
-    assert "unknown key 'max_step'" in message and "did you mean 'max_steps'?" in message
+def without_shards() -> list[Case]:
+    """Each place without shards, given to each command that looks for some."""
+    places = {
+        "empty": "an empty folder",
+        "nowhere": "nothing that matches",
+        "nowhere/at/all": "no folder nowhere/at",
+        "model": "model_index.json",
+        "file": "nothing that matches",
+        "shards/{00000100..00000120}*.tar": "nothing that matches",
+        "shards/9*.tar": "nothing that matches",
+        "empty/*.tar": "nothing that matches",
+        "": "config.yaml",
+    }
+    commands = [(stats, ()), (stats, ("--verify",)), (stats, ("--json",)), (train, (*CONFIG, *NO_SOURCE))]
+    return [
+        (command, (place, *arguments), ["no shards found", found])
+        for place, found in places.items()
+        for command, arguments in commands
+    ]
+
+
+FAULTS: dict[str, list[Case]] = {
+    "a missing config file is named": everywhere(
+        ["configuration file cannot be read", "missing.yaml"], "--config", "missing.yaml"
+    ),
+    "a config that is no yaml is named": everywhere(["no.yaml"], "--config", "no.yaml"),
+    "a config with many faults is refused in few lines": everywhere(["and 100 more faults"], "--config", "faults.yaml"),
+    "an unknown key names the nearest": everywhere(
+        ["unknown key 'max_step'", "did you mean 'max_steps'?"], *put("train.max_step", 5)
+    ),
+    "a bad --set is shown": [
+        case
+        for text in ("train.max_steps", "=5", "train..seed=5", "")
+        for case in everywhere(["--set cannot be understood"], "--set", text)
+    ],
+    "a bad value is shown with its key": everywhere(["train.max_steps", "'many'"], *put("train.max_steps", "many")),
+    "a family that does not fit the model is refused": everywhere(
+        ["model.family does not fit", "QwenImageEditPipeline"], *put("model.family", "edit_plus")
+    ),
+    "a GPU that is not there is named with its key": on_devices("cuda:99", "no such GPU", "--set {}=auto"),
+    "what is no device is named with its key": [
+        case
+        for device in ("gpu", "cuda:-1", "cuda:one", "cpu:1", f"cuda:{10**30}")
+        for case in on_devices(device, "no such device")
+    ],
+    "a device that qie cannot use is refused": [
+        (precompute, (*CONFIG, "--output", "new", "--vae-device", device), [device])
+        for device in ("mps", "meta", "xpu")
+    ],
+    "a source that is no folder is named": [
+        case
+        for source, found in (("nowhere", "nothing"), ("file", "a file"))
+        for case in (
+            (precompute, (*CONFIG, "--source", source), ["the source is no folder", source, found]),
+            (precompute, (*CONFIG, *put("data.source", source)), ["the source is no folder", source, found]),
+            (
+                train,
+                (*CONFIG, *put("data.source", source), *put("cache.use_cache", "false")),
+                ["the source is no folder"],
+            ),
+        )
+    ],
+    "a source of another layout lists what is there": [
+        (precompute, (*CONFIG, "--source", "."), ["config.yaml"]),
+        (precompute, (*CONFIG, "--source", "empty"), ["an empty folder"]),
+    ],
+    "no source at all names key and option": [
+        (precompute, (*CONFIG, *put("data.source", "")), ["data.source is not set", "--source"]),
+        (
+            train,
+            (*CONFIG, *put("data.source", ""), *put("cache.cache_dir", "")),
+            ["data.source is not set", "SHARDS"],
+        ),
+    ],
+    "a range without rows says how many there are": [
+        (precompute, (*CONFIG, *rows, *dry), ["the range holds no rows", "12 rows", f"{rows[0]} {rows[1]}"])
+        for rows in (
+            ("--start-idx", 12),
+            ("--start-idx", 999),
+            ("--start-idx", 5, "--end-idx", 5),
+            ("--start-idx", 5, "--end-idx", 3),
+            ("--start-idx", -1),
+            ("--end-idx", 0),
+            ("--end-idx", -1),
+        )
+        for dry in ((), ("--dry-run",))
+    ],
+    "a part that is none says how parts are counted": [
+        (precompute, (*CONFIG, "--part", part), ["there is no such part", "1/N to N/N", "--array=1-64"])
+        for part in ("0/4", "5/4", "1", "1/", "/4", "-1/4", "1/0", "a/b", "1/4/4", "1.5/4", "²/4", "")
+    ],
+    "a part excludes a range": [
+        (precompute, (*CONFIG, "--part", "1/2", *more), ["--part excludes --start-idx and --end-idx"])
+        for more in (("--start-idx", 0), ("--end-idx", 12))
+    ],
+    "no output folder at all names key and option": [
+        (precompute, (*CONFIG, *put("cache.cache_dir", "")), ["cache.cache_dir is not set", "--output"])
+    ],
+    "an output that is a file or below one is refused": [
+        (precompute, (*CONFIG, "--output", "file"), ["the output is no folder", "file"]),
+        (precompute, (*CONFIG, *put("cache.cache_dir", "file")), ["the output is no folder", "file"]),
+        (precompute, (*CONFIG, "--output", "file/shards"), ["file/shards"]),
+    ],
+    "an output of another recipe is refused with what differs": [
+        (precompute, CONFIG, ["another recipe", "areas_px: (16384,) here, (4096,) there"])
+    ],
+    "no shards found says what is there instead": without_shards(),
+    "one place without shards is refused among others that have some": [
+        (stats, ("shards", "empty"), ["where:    empty"]),
+        (train, ("shards", "empty", *CONFIG, *NO_SOURCE), ["where:    empty"]),
+    ],
+    "a cache_dir without shards is named": [
+        (train, (*CONFIG, *put("cache.cache_dir", "empty"), *NO_SOURCE), ["no shards found"])
+    ],
+    "a url of a store that qie does not know is refused": [
+        (command, (place, *arguments), ["URL", place, "s3://"])
+        for place in ("ftp://example.org/00000000-00000064.tar", "s4://bucket/shards", "s3:/bucket/x")
+        for command, arguments in ((stats, ()), (train, CONFIG))
+    ],
+    "braces that do not match and the home of nobody are refused": [
+        (stats, (place,), [place.removesuffix("/shards")])
+        for place in ("shards/{000..", "shards/000}.tar", "pipe:touch ran {", "~nobody-of-this-name/shards")
+    ],
+    "an image that cannot be read is named with the reason": [
+        (predict, (*EDIT, "--image", image), [reason, f"where:    {image}"])
+        for image, reason in {
+            "missing.png": "No such file",
+            "empty": "Is a directory",
+            "file": "no image",
+            "model/model_index.json": "no image",
+            "file/image.png": "Not a directory",
+        }.items()
+    ],
+    "an output that cannot be written is refused before the work": [
+        *[(predict, (*EDIT, "--output", output), ["nothing can be written there"]) for output in NOT_WRITTEN],
+        *[(predict, (*EDIT, "--output", output), ["names no image format"]) for output in NO_FORMAT],
+    ],
+    "a folder without an adapter is refused": [
+        (
+            predict,
+            (*EDIT, "--lora", lora),
+            ["no adapter in this folder", f"where:    {lora}", "pytorch_lora_weights.safetensors"],
+        )
+        for lora in ("empty", "nowhere", "file", "model")
+    ],
+}
+CASES = [(claim, case) for claim, cases in FAULTS.items() for case in cases]
+
+
+@pytest.mark.parametrize("case", [case for _, case in CASES], ids=[claim for claim, _ in CASES])
+def test_bad_input_is_refused_in_words(refused: Refused, work: Path, case: Case) -> None:
+    command, arguments, words = case
+    (work / "no.yaml").write_text("model: [1,\n  2: 3\n" * 40)
+    (work / "faults.yaml").write_text(yaml.safe_dump({f"key{number}": number for number in range(100)}))
+    message = refused(command, *arguments)
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize(
@@ -149,26 +320,6 @@ def test_an_option_of_an_earlier_program_is_answered_with_what_to_write_instead(
     assert result.exit_code == 2 and answer in result.stderr and result.stdout == ""
 
 
-@configured
-@pytest.mark.parametrize("text", ["train.max_steps", "=5", "train..seed=5", ""])
-def test_a_bad_set_is_shown(refused: Refused, command, arguments: tuple[str, ...], text: str) -> None:
-    assert "--set cannot be understood" in refused(command, *arguments, "--set", text)
-
-
-@configured
-def test_a_bad_value_is_shown_with_its_key(refused: Refused, command, arguments: tuple[str, ...]) -> None:
-    message = refused(command, *arguments, *put("train.max_steps", "many"))
-    assert "train.max_steps" in message and "'many'" in message
-
-
-@configured
-def test_a_config_with_many_faults_is_refused_in_few_lines(
-    refused: Refused, work: Path, command, arguments: tuple[str, ...]
-) -> None:
-    (work / "bad.yaml").write_text(yaml.safe_dump({f"key{number}": number for number in range(100)}))
-    assert "and 100 more faults" in refused(command, *arguments, "--config", "bad.yaml")
-
-
 # PretrainedModel
 
 
@@ -185,7 +336,7 @@ def broken(work: Path, fault: str) -> str:
     if fault == "empty":
         shutil.rmtree(model)
         model.mkdir()
-        return "holds no diffusers checkpoint"
+        return "holds no diffusers model"
     index = model / "model_index.json"
     if fault == "another pipeline":
         index.write_text(json.dumps({"_class_name": "StableDiffusionPipeline"}))
@@ -218,51 +369,35 @@ COMPONENTS = [
     *[(train, CONFIG, name) for name in ("transformer", "scheduler")],
     *[(predict, EDIT, name) for name in ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")],
 ]
-with_component = pytest.mark.parametrize(("command", "arguments", "name"), COMPONENTS)
 
 
-@with_component
-def test_a_missing_component_is_named(
-    refused: Refused, work: Path, command, arguments: tuple[str, ...], name: str
+@pytest.mark.parametrize("fault", ["missing", "without config", "another class", "no JSON"])
+@pytest.mark.parametrize(("command", "arguments", "name"), COMPONENTS)
+def test_a_component_that_cannot_be_used_is_named_with_the_reason(
+    refused: Refused, work: Path, command, arguments: tuple[str, ...], name: str, fault: str
 ) -> None:
-    shutil.rmtree(work / "model" / name)
+    folder, words = work / "model" / name, [f"no usable {name}", f"model/{name}"]
+    if fault == "missing":
+        shutil.rmtree(folder)
+    for path in folder.glob("*config.json"):
+        if fault == "without config":
+            path.unlink()
+        elif fault == "no JSON":
+            path.write_text("{")
+            words = ["cannot be read"]
+        elif path.name in ("config.json", "scheduler_config.json"):
+            kind = (
+                {"architectures": ["T5EncoderModel"]} if name == "text_encoder" else {"_class_name": "T5EncoderModel"}
+            )
+            path.write_text(json.dumps(json.loads(path.read_text()) | kind))
+            words = [f"the {name} is of another class", "found:    T5EncoderModel"]
+    if fault == "without config":
+        (folder / "weights.bin").touch()
+        words = [f"no usable {name}", "weights.bin"]
+    if fault == "another class" and name in ("tokenizer", "processor"):
+        pytest.skip("their configs name no one class")
     message = refused(command, *arguments)
-    assert f"no usable {name}" in message and f"model/{name}" in message
-
-
-@with_component
-def test_a_component_without_its_config_lists_what_is_there(
-    refused: Refused, work: Path, command, arguments: tuple[str, ...], name: str
-) -> None:
-    for path in (work / "model" / name).glob("*config.json"):
-        path.unlink()
-    (work / "model" / name / "weights.bin").touch()
-    message = refused(command, *arguments)
-    assert f"no usable {name}" in message and "weights.bin" in message
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "name"),
-    [each for each in COMPONENTS if each[2] not in ("tokenizer", "processor")],  # whose configs name no one class
-)
-def test_a_component_of_a_wrong_class_is_named_with_both_classes(
-    refused: Refused, work: Path, command, arguments: tuple[str, ...], name: str
-) -> None:
-    config = work / "model" / name / ("scheduler_config.json" if name == "scheduler" else "config.json")
-    values = json.loads(config.read_text())
-    values |= {"architectures": ["T5EncoderModel"]} if name == "text_encoder" else {"_class_name": "T5EncoderModel"}
-    config.write_text(json.dumps(values))
-    message = refused(command, *arguments)
-    assert f"the {name} is of another class" in message and "found:    T5EncoderModel" in message
-
-
-@with_component
-def test_a_component_whose_config_is_no_json_is_named(
-    refused: Refused, work: Path, command, arguments: tuple[str, ...], name: str
-) -> None:
-    for path in (work / "model" / name).glob("*config.json"):
-        path.write_text("{")
-    assert "cannot be read" in refused(command, *arguments)
+    assert all(word in message for word in words), message
 
 
 @pytest.mark.parametrize("content", [None, b"", b"<html>404</html>", bytes(100)])
@@ -290,202 +425,41 @@ def test_missing_or_damaged_weights_are_refused_by_their_component(
     assert f"model/{name}" in refused(command, *arguments)
 
 
-@configured
-def test_a_family_that_does_not_fit_the_checkpoint_is_refused(
-    refused: Refused, command, arguments: tuple[str, ...]
-) -> None:
-    message = refused(command, *arguments, *put("model.family", "edit_plus"))
-    assert "model.family does not fit" in message and "QwenImageEditPipeline" in message
-
-
 def test_shards_of_another_family_are_refused(refused: Refused, skeletons: dict[str, Path]) -> None:
     message = refused(train, *CONFIG, *put("model.pretrained_model_name_or_path", skeletons["edit_plus"]))
     assert "another model family" in message
     assert "edit_plus by the configuration, edit in the shards" in message
 
 
-# Devices
-
-DEVICES = [
-    (precompute, (*CONFIG, "--vae-device"), "cache.vae_encoder_device"),
-    (precompute, (*CONFIG, "--text-device"), "cache.text_encoder_device"),
-    (precompute, CONFIG, "cache.vae_encoder_device"),
-    (train, (*CONFIG, *put("cache.use_cache", "false")), "cache.text_encoder_device"),
-    (predict, EDIT, "predict.devices.transformer"),
-]
-with_device = pytest.mark.parametrize(("command", "arguments", "key"), DEVICES)
-
-
-def on_device(arguments: tuple[str, ...], key: str, device: str) -> tuple[str, ...]:
-    return (*arguments, device) if arguments[-1].endswith("-device") else (*arguments, *put(key, device))
-
-
-@with_device
-def test_a_gpu_that_is_not_there_is_named_with_its_key(
-    refused: Refused, command, arguments: tuple[str, ...], key: str
-) -> None:
-    message = refused(command, *on_device(arguments, key, "cuda:99"))
-    assert "no such GPU" in message and "cuda:99" in message and f"--set {key}=auto" in message
-
-
-@with_device
-@pytest.mark.parametrize("device", ["gpu", "cuda:-1", "cuda:one", "cpu:1", f"cuda:{10**30}"])
-def test_what_is_no_device_is_named_with_its_key(
-    refused: Refused, command, arguments: tuple[str, ...], key: str, device: str
-) -> None:
-    message = refused(command, *on_device(arguments, key, device))
-    assert "no such device" in message and device in message and key in message
-
-
-@pytest.mark.parametrize("key", ["predict.devices.vae", "predict.devices.text_encoder"])
-def test_a_device_of_predict_is_named_with_the_key_that_set_it(refused: Refused, key: str) -> None:
-    assert f"--set {key}=auto" in refused(predict, *EDIT, *put(key, "cuda:99"))
-
-
-@pytest.mark.parametrize("device", ["mps", "meta", "xpu"])
-def test_a_device_that_qie_cannot_use_is_refused(refused: Refused, device: str) -> None:
-    assert device in refused(precompute, *CONFIG, "--output", "new", "--vae-device", device)
-
-
-# Rows
-
-
-@pytest.mark.parametrize(("source", "found"), [("nowhere", "nothing"), ("file", "a file")])
-def test_a_source_that_is_no_folder_is_named(refused: Refused, source: str, found: str) -> None:
-    for arguments in (("--source", source), put("data.source", source)):
-        message = refused(precompute, *CONFIG, *arguments)
-        assert "the source is no folder" in message and source in message and found in message
-    message = refused(train, *CONFIG, *put("data.source", source), *put("cache.use_cache", "false"))
-    assert "the source is no folder" in message
-
-
-def test_a_source_of_another_layout_lists_what_is_there(refused: Refused) -> None:
-    assert "config.yaml" in refused(precompute, *CONFIG, "--source", ".")
-    assert "an empty folder" in refused(precompute, *CONFIG, "--source", "empty")
-
-
-def test_no_source_at_all_names_key_and_option(refused: Refused) -> None:
-    message = refused(precompute, *CONFIG, *put("data.source", ""))
-    assert "data.source is not set" in message and "--source" in message
-    message = refused(train, *CONFIG, *put("data.source", ""), *put("cache.cache_dir", ""))
-    assert "data.source is not set" in message and "SHARDS" in message
-
-
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "words"),
     [
-        ("--start-idx", 12),
-        ("--start-idx", 999),
-        ("--start-idx", 5, "--end-idx", 5),
-        ("--start-idx", 5, "--end-idx", 3),
-        ("--start-idx", -1),
-        ("--end-idx", 0),
-        ("--end-idx", -1),
+        ((), ["holds a run already", "--resume latest"]),
+        (("--resume", "latest", *put("train.output_dir", "new")), ["new"]),
+        (("--resume", "checkpoint-000009"), ["checkpoint-000009"]),
+        (put("train.output_dir", "file"), ["file"]),
+        (("--resume", "latest", *put("train.output_dir", "new"), *put("logging.report_to", "[tensorboard]")), ["new"]),
+        (
+            (
+                "--accept-recipe",
+                *put("optimizer.class_path", "torch.optim.Adem"),
+                *put("logging.report_to", "[tensorboard]"),
+            ),
+            ["Adem"],
+        ),
     ],
 )
-@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
-def test_a_range_without_rows_says_how_many_there_are(
-    refused: Refused, arguments: tuple[object, ...], dry_run: tuple[str, ...]
+def test_what_is_only_found_out_beside_the_transformer_is_refused_and_leaves_no_file(
+    refused: Refused, work: Path, tiny_edit: Path, arguments: tuple[str, ...], words: list[str]
 ) -> None:
-    message = refused(precompute, *CONFIG, *arguments, *dry_run)
-    assert "the range holds no rows" in message and "12 rows" in message
-    assert f"{arguments[0]} {arguments[1]}" in message
-
-
-@pytest.mark.parametrize("part", ["0/4", "5/4", "1", "1/", "/4", "-1/4", "1/0", "a/b", "1/4/4", "1.5/4", "²/4", ""])
-def test_a_part_that_is_none_says_how_parts_are_counted(refused: Refused, part: str) -> None:
-    message = refused(precompute, *CONFIG, "--part", part)
-    assert "there is no such part" in message and "1/N to N/N" in message and "--array=1-64" in message
-
-
-@pytest.mark.parametrize("more", [("--start-idx", 0), ("--end-idx", 12)])
-def test_a_part_excludes_a_range(refused: Refused, more: tuple[object, ...]) -> None:
-    assert "--part excludes --start-idx and --end-idx" in refused(precompute, *CONFIG, "--part", "1/2", *more)
-
-
-# Outputs
-
-
-def test_no_output_folder_at_all_names_key_and_option(refused: Refused) -> None:
-    message = refused(precompute, *CONFIG, *put("cache.cache_dir", ""))
-    assert "cache.cache_dir is not set" in message and "--output" in message
-
-
-@pytest.mark.parametrize("output", [("--output", "file"), put("cache.cache_dir", "file")])
-def test_an_output_that_is_a_file_is_refused(refused: Refused, output: tuple[str, str]) -> None:
-    message = refused(precompute, *CONFIG, *output)
-    assert "the output is no folder" in message and "file" in message
-
-
-def test_an_output_below_a_file_is_refused(refused: Refused) -> None:
-    assert "file/shards" in refused(precompute, *CONFIG, "--output", "file/shards")
-
-
-def test_an_output_of_another_recipe_is_refused_with_what_differs(refused: Refused) -> None:
-    message = refused(precompute, *CONFIG)
-    assert "another recipe" in message and "areas_px: (16384,) here, (4096,) there" in message
-
-
-@pytest.fixture
-def whole_model(tiny_edit: Path) -> tuple[str, str]:
-    """For what is only found out once the transformer is loaded."""
-    return put("model.pretrained_model_name_or_path", tiny_edit)
-
-
-def test_an_output_folder_that_holds_a_run_is_refused(
-    refused: Refused, work: Path, whole_model: tuple[str, str]
-) -> None:
-    (work / "run" / "checkpoint-000002").mkdir(parents=True)
-    message = refused(train, *CONFIG, *whole_model)
-    assert "holds a run already" in message and "--resume latest" in message
-
-
-@pytest.mark.parametrize("resume", ["latest", "checkpoint-000002"])
-def test_a_checkpoint_to_resume_that_is_not_there_is_named(
-    refused: Refused, whole_model: tuple[str, str], resume: str
-) -> None:
-    message = refused(train, *CONFIG, *whole_model, "--resume", resume)
-    assert ("run" if resume == "latest" else resume) in message
-
-
-@pytest.mark.parametrize("arguments", [("--resume", "latest"), put("optimizer.class_path", "torch.optim.Adem")])
-def test_what_is_refused_leaves_no_tensorboard_files(
-    refused: Refused, whole_model: tuple[str, str], arguments: tuple[str, str]
-) -> None:
-    pytest.importorskip("tensorboard")
-    refused(train, *CONFIG, *whole_model, *put("logging.report_to", "[tensorboard]"), *arguments)
-
-
-def test_a_run_folder_that_is_a_file_is_refused(refused: Refused, whole_model: tuple[str, str]) -> None:
-    assert "file" in refused(train, *CONFIG, *whole_model, *put("train.output_dir", "file"))
+    """A run's folder, a checkpoint to resume, an optimizer; `refused` sees that trackers have written nothing."""
+    if not arguments:
+        (work / "run" / "checkpoint-000002").mkdir(parents=True)
+    message = refused(train, *CONFIG, *put("model.pretrained_model_name_or_path", tiny_edit), *arguments)
+    assert all(word in message for word in words), message
 
 
 # Shards
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments"),
-    [(stats, ()), (stats, ("--verify",)), (stats, ("--json",)), (train, (*CONFIG, *put("data.source", "null")))],
-)
-@pytest.mark.parametrize(
-    ("place", "found"),
-    [
-        ("empty", "an empty folder"),
-        ("nowhere", "nothing that matches"),
-        ("nowhere/at/all", "no folder nowhere/at"),
-        ("model", "model_index.json"),
-        ("file", "nothing that matches"),
-        ("shards/{00000100..00000120}*.tar", "nothing that matches"),
-        ("shards/9*.tar", "nothing that matches"),
-        ("empty/*.tar", "nothing that matches"),
-        ("", "config.yaml"),
-    ],
-)
-def test_no_shards_found_says_what_is_there_instead(
-    refused: Refused, command, arguments: tuple[str, ...], place: str, found: str
-) -> None:
-    message = refused(command, place, *arguments)
-    assert "no shards found" in message and found in message
 
 
 @pytest.mark.parametrize("arguments", [(), ("--verify",), ("--json",), ("--plan",)])
@@ -505,15 +479,6 @@ def test_tars_of_other_names_are_no_shards_that_lost_their_index(refused: Refuse
     assert "train-0001.tar" in refused(stats, "empty")
 
 
-def test_one_place_without_shards_is_refused_among_others_that_have_some(refused: Refused) -> None:
-    assert "where:    empty" in refused(stats, "shards", "empty")
-    assert "where:    empty" in refused(train, "shards", "empty", *CONFIG, *put("data.source", "null"))
-
-
-def test_a_cache_dir_without_shards_is_named(refused: Refused) -> None:
-    assert "no shards found" in refused(train, *CONFIG, *put("cache.cache_dir", "empty"), *put("data.source", "null"))
-
-
 @pytest.mark.parametrize(("command", "arguments"), [(stats, ()), (train, CONFIG)])
 @pytest.mark.parametrize(
     "place", ["pipe:touch ran", "PIPE: touch ran", "{shards,pipe:touch ran}", "pipe:touch ran; cat shards/*.tar"]
@@ -531,24 +496,6 @@ def test_a_pipe_is_refused_and_no_shell_runs(
     message = refused(command, place, *arguments)
     assert "shell" in message and "touch ran" in message
     assert not (work / "ran").exists()
-
-
-@pytest.mark.parametrize(("command", "arguments"), [(stats, ()), (train, CONFIG)])
-@pytest.mark.parametrize("place", ["ftp://example.org/00000000-00000064.tar", "s4://bucket/shards", "s3:/bucket/x"])
-def test_a_url_of_a_store_that_qie_does_not_know_is_refused(
-    refused: Refused, command, arguments: tuple[str, ...], place: str
-) -> None:
-    message = refused(command, place, *arguments)
-    assert "URL" in message and place in message and "s3://" in message
-
-
-@pytest.mark.parametrize("place", ["shards/{000..", "shards/000}.tar", "pipe:touch ran {"])
-def test_braces_that_do_not_match_are_refused(refused: Refused, place: str) -> None:
-    assert place in refused(stats, place)
-
-
-def test_the_home_of_nobody_is_refused(refused: Refused) -> None:
-    assert "~nobody-of-this-name" in refused(stats, "~nobody-of-this-name/shards")
 
 
 @pytest.mark.parametrize(
@@ -603,43 +550,10 @@ def test_an_odd_number_is_refused_by_its_option(work: Path, option: str, values:
         assert option in result.stderr, (value, result.output)
 
 
-@pytest.mark.parametrize(
-    ("image", "reason"),
-    [
-        ("missing.png", "No such file"),
-        ("empty", "Is a directory"),
-        ("file", "no image"),
-        ("model/model_index.json", "no image"),
-        ("file/image.png", "Not a directory"),
-    ],
-)
-def test_an_image_that_cannot_be_read_is_named_with_the_reason(refused: Refused, image: str, reason: str) -> None:
-    message = refused(predict, *EDIT, "--image", image)
-    assert reason in message and f"where:    {image}" in message
-
-
 def test_an_image_that_is_cut_short_is_called_damaged(refused: Refused, work: Path) -> None:
     content = (work / "image.png").read_bytes()
     (work / "image.png").write_bytes(content[: len(content) // 2])
     assert "damaged" in refused(predict, *EDIT)
-
-
-@pytest.mark.parametrize("output", ["nowhere/out.png", "file/out.png", "empty", "out", "out.xyz", ".png", ""])
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(refused: Refused, output: str) -> None:
-    message = refused(predict, *EDIT, "--output", output)
-    assert "nothing can be written there" in message or "names no image format" in message
-
-
-@pytest.mark.parametrize("output", ["out.psd", "out.fli"])
-def test_an_output_in_a_format_that_is_only_read_is_refused_before_the_work(refused: Refused, output: str) -> None:
-    assert "names no image format" in refused(predict, *EDIT, "--output", output)
-
-
-@pytest.mark.parametrize("lora", ["empty", "nowhere", "file", "model"])
-def test_a_folder_without_an_adapter_is_refused(refused: Refused, lora: str) -> None:
-    message = refused(predict, *EDIT, "--lora", lora)
-    assert "no adapter in this folder" in message and f"where:    {lora}" in message
-    assert "pytorch_lora_weights.safetensors" in message
 
 
 @pytest.mark.parametrize("chained", [True, False])

@@ -280,6 +280,7 @@ def test_rows_of_equal_content_in_a_shard_are_encoded_once_and_stored_once_or_sk
 ) -> None:
     source = StubSource.of(4).changed(1, target=b"broken")
     twins = ordered(source, [0, 1, 1, 2, 1, 0, 0])
+    twins = StubSource(tuple(replace(row, name=f"twin{row.index}") for row in twins.rows))
     report, encoded = run(twins, tmp_path / "out", shard_size=7)
     assert encoded == [0, 3]
     assert (report.rows, report.encoded, report.reused) == (7, 2, 2)
@@ -288,10 +289,13 @@ def test_rows_of_equal_content_in_a_shard_are_encoded_once_and_stored_once_or_sk
     ]
     (shard,) = shards(tmp_path / "out")
     assert len(shard.index.files) == 2
-    assert [(entry.row, entry.name) for entry in shard.index.samples] == [
-        (row, f"row{name}") for row, name in ((0, 0), (3, 2), (5, 0), (6, 0))
-    ]
+    assert [(entry.row, entry.name) for entry in shard.index.samples] == [(row, f"twin{row}") for row in (0, 3, 5, 6)]
     assert run(twins, tmp_path / "out", shard_size=7)[0].shards_kept == 1
+
+
+def test_rows_of_equal_content_far_behind_are_found_in_the_shards_of_this_run(tmp_path: Path) -> None:
+    report, encoded = run(ordered(StubSource.of(100), [*range(100), 0, 1, 2]), tmp_path / "out")
+    assert (encoded, report.encoded, report.reused) == ([*range(100)], 100, 3)
 
 
 def test_the_files_are_the_same_whichever_of_equal_rows_was_there_first(tmp_path: Path) -> None:
@@ -484,6 +488,7 @@ def test_the_reports_numbers_add_up_all_the_way(tmp_path: Path, variants: int) -
     # What is kept passes through all stages, and counts in none.
     items = {name: load.items for name, load in report.loads.items()}
     assert (items["read"], items["encode"], items["publish"]) == (22, 21 * variants + variants, 22)
+    assert (items["merge"], items["record"], items["write"]) == (22, items["encode"], 22)
     values = report.to_dict()
     assert values["rows"] == 30 and values["bottleneck"] in values["stages"]
     assert all(0 <= stage["busy"] <= 1 for stage in values["stages"].values())
