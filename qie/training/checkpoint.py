@@ -7,7 +7,7 @@
         state.json                          everything else, and size and SHA-256 of each file
         README.md                           the model card
 
-A folder is written under another name and renamed, so one that is there is complete. There is no pickle in it. Random
+A folder is written under another name and renamed, so one that is there is complete. It holds no pickle. Random
 numbers need no state: they are functions of the seed, the step and the sample. The next run removes, under the lock of
 the output folder, the parts of checkpoints that a killed run has left.
 """
@@ -133,11 +133,11 @@ def load(folder: Path, *, hashes: bool = True) -> RunState:
         content: dict[str, Any] = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         digest = content.pop("sha256", None)  # checkpoints of earlier versions lack it
         if digest is not None and digest != _digest(content):
-            raise damaged(folder, f"{STATE_FILE} is not what was written")
+            raise damaged(folder, f"{STATE_FILE} has changed since it was saved")
         for name, facts in content.pop("files").items():
             size = (folder / name).stat().st_size
             if size != facts["size"] or (hashes and _facts(folder / name) != facts):
-                raise damaged(folder, f"{name} is not what was written")
+                raise damaged(folder, f"{name} has changed since it was saved")
         values: dict[str, Any] = {"nonfinite": 0, "run": {}} | content
         state = RunState(**{field.name: values[field.name] for field in fields(RunState)})
         _require_types(state)
@@ -145,7 +145,7 @@ def load(folder: Path, *, hashes: bool = True) -> RunState:
 
 
 def _require_types(state: RunState) -> None:
-    """Raise what reading raises when someone has changed a state.json, hashes included."""
+    """Raise KeyError, TypeError or ValueError when someone has changed a state.json, hashes included."""
     counts = {name: getattr(state, name) for name in ("step", "batches", "nonfinite")}
     counts |= {f"stream.{name}": state.stream[name] for name in ("epoch", "position")}
     mappings = {name: getattr(state, name) for name in ("optimizer", "schedule", "run")}
@@ -153,7 +153,7 @@ def _require_types(state: RunState) -> None:
     wrong = [name for name, value in counts.items() if type(value) is not int or value < 0]
     wrong += [name for name, value in mappings.items() if not isinstance(value, dict)]
     if wrong or state.batches < state.step:
-        raise ValueError(f"{wrong[0] if wrong else 'batches'} is not what a run saves")
+        raise ValueError(f"{wrong[0] if wrong else 'batches'} is no value that a run saves")
 
 
 # Whether a run may go on from a checkpoint

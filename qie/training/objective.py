@@ -1,6 +1,6 @@
 """The objective: the loss of a batch, in training and in validation. Flow matching, computed in float32.
 
-Everything here is pure. What is random is a function of (seed, step, key of the sample) and a name, never of earlier
+Everything here is pure. Random numbers are functions of (seed, step, key of the sample) and a name, never of earlier
 draws: a resumed run, or one with another number of processes, draws the same.
 """
 

@@ -52,7 +52,7 @@ MAX_TRIED = 100_000
 def check_optimizer(
     optimizer: OptimizerConfig, schedule: SchedulerConfig, device: torch.device, steps: int = 1_000
 ) -> None:
-    """Raise what both would raise in a run of `steps`, on a small weight, before 41 GB of others are read.
+    """Try both on a small weight, for the steps of a run, before 41 GB of weights are read.
 
     Raises:
         ConfigError: one cannot be made, or a step of it fails, or a learning rate is out of bounds.
@@ -103,7 +103,7 @@ def make_schedule(section: SchedulerConfig, optimizer: torch.optim.Optimizer, st
 
 
 def _named(path: str, kind: type, key: str, example: str) -> Any:
-    """The class at an import path. What is imported runs, so it has to be a part of an installed package."""
+    """The class at an import path. An import runs code, so the class has to be in an installed package."""
     module, _, name = path.rpartition(".")
     if not (module and all(part.isidentifier() for part in path.split(".")) and _is_installed(module.split(".")[0])):
         raise ConfigError(
@@ -188,7 +188,7 @@ def load_named_state(
     tensors: Mapping[str, torch.Tensor],
     numbers: Mapping[str, Any],
 ) -> None:
-    """Put back what `named_state` gave.
+    """Restore an optimizer's state from the tensors and numbers of `named_state`.
 
     Raises:
         KeyError, IndexError: a state is of no parameter, or no group, of this run.

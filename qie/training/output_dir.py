@@ -47,7 +47,7 @@ def locked(output_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # whoever opened it meanwhile sees, under the lock, that it is gone
+        path.unlink(missing_ok=True)  # another run that opened it meanwhile sees, under the lock, that it is gone
         lock.close()
         for folder in made:
             with suppress(OSError):  # not empty, or in use

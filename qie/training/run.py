@@ -263,7 +263,7 @@ class Run:
             self.schedule.load_state_dict(state.schedule)
             rates = self.schedule.get_last_lr()
             if self.schedule.last_epoch != state.step or not (rates and all(map(math.isfinite, rates))):
-                raise ValueError("schedule is not what a run saves")
+                raise ValueError("schedule is no value that a run saves")
             self.stream.load_state_dict(state.stream)
             if self.stream.plans.whole and self.stream.position >= len(self.stream):
                 raise ValueError("stream.position is after the end of its epoch")

@@ -22,7 +22,6 @@ from qie.data.sources import open_source
 from qie.precompute import precompute
 from qie.training import checkpoint as checkpoint_module
 from qie.training.checkpoint import OPTIMIZER_FILE, load
-from qie.training.model import trainable
 from qie.training.model.lora import adapter_tensors
 from qie.training.objective import Losses, Objective
 from qie.training.processes import stop_requested
@@ -46,7 +45,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(trainable, "load_transformer", refuse)
+    monkeypatch.setattr(QwenImageTransformer2DModel, "from_pretrained", refuse)
     monkeypatch.setattr(checkpoint_module, "content_hash", refuse)
 
 
@@ -233,17 +232,12 @@ def refused_to_resume(bench: Bench, stopped: Path, settings: dict[str, object], 
     assert tree(stopped) == before
 
 
-def test_a_checkpoint_of_another_base_model_is_refused(
-    bench: Bench, stopped: Path, tiny_edit: Path, tmp_path: Path
+def test_a_checkpoint_of_another_base_model_or_of_other_data_is_refused(
+    bench: Bench, stopped: Path, tiny_edit: Path, photos: Path, encoder, tmp_path: Path
 ) -> None:
     refused_to_resume(bench, stopped, other_model(tiny_edit, tmp_path), ("base model changed",))
-
-
-def test_a_checkpoint_of_a_run_on_other_data_is_refused(
-    bench: Bench, stopped: Path, photos: Path, encoder, tmp_path: Path
-) -> None:
     precompute(open_source(photos), encoder, tmp_path / "shards", rows=(0, 8))
-    settings = {"cache__cache_dir": str(tmp_path / "shards")}
+    settings: dict[str, object] = {"cache__cache_dir": str(tmp_path / "shards")}
     refused_to_resume(bench, stopped, settings, ("belongs to another stream: samples changed",))
 
 
@@ -295,14 +289,22 @@ BEFORE_WEIGHTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "rows": ({"validation__rows": 16}, ("validation.rows leaves nothing to train on", "fewer than 9", "16")),
     "tail": ({"data__batch_size": 99, "data__tail": "drop"}, ("batch",)),
+    "epochs of unknown length, followed": ({"train__epochs": 1, "--follow": True}, ("train.epochs", "train.max_steps")),
+    "epochs of unknown length, live": (
+        {"train__epochs": 1, "cache__write_through": True, "cache__use_cache": False},
+        ("train.epochs", "train.max_steps"),
+    ),
 }
 
 
 @pytest.mark.parametrize(("settings", "words"), BEFORE_WEIGHTS.values(), ids=BEFORE_WEIGHTS.keys())
 def test_what_does_not_fit_is_refused_before_weights_are_read(
-    bench: Bench, tmp_path: Path, no_weights: None, settings: dict[str, object], words: tuple[str, ...]
+    bench: Bench, photos: Path, tmp_path: Path, no_weights: None, settings: dict[str, object], words: tuple[str, ...]
 ) -> None:
-    message = bench.train(tmp_path / "run", **settings, code=2).stderr
+    flags = [name for name in settings if name.startswith("--")]
+    given = {name: value for name, value in settings.items() if name not in flags}
+    given |= {"data__source": str(photos)} if "train__epochs" in settings else {}
+    message = bench.train(tmp_path / "run", *flags, **given, code=2).stderr
     assert all(word in message for word in words), message
     assert not (tmp_path / "run").exists()
 
@@ -320,14 +322,6 @@ def test_an_adapter_of_another_rank_is_not_continued(bench: Bench, plain: Path, 
     lora = {"r": 8, "continue_from": str(checkpoint(plain, 4))}
     message = bench.train(tmp_path / "run", model__lora=lora, code=2).stderr
     assert "the adapter to continue from is not one of model.lora" in message and "rank 4" in message
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("how", [("--follow",), ()], ids=["follow", "write_through"])
-def test_epochs_of_unknown_length_are_refused(bench: Bench, tmp_path: Path, photos: Path, how: tuple[str, ...]) -> None:
-    through = {} if how else {"cache__write_through": True, "cache__use_cache": False}
-    message = bench.train(tmp_path / "run", *how, train__epochs=1, data__source=str(photos), code=2, **through).stderr
-    assert "train.epochs" in message and "train.max_steps" in message
     assert not (tmp_path / "run").exists()
 
 

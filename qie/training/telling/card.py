@@ -174,7 +174,7 @@ def data_digest(digests: NDArray[np.uint8]) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of Python, qie and the libraries that decide what is trained; those that are installed."""
+    """Versions of Python, qie and the libraries that change a result; those that are installed."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -230,7 +230,7 @@ def card_text(report: RunReport, *, on_hub: bool, license: str | None = None) ->
     title = f"{'LoRA of' if adapter else 'Fine-tuned'} {_code(report.base_model)}"
     rows = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in _facts(report).items())
     config = yaml.safe_dump(_public(report.config), sort_keys=False, allow_unicode=True, width=120)
-    config = config.replace("${", "$${")  # what is a reference to the environment when a configuration is read
+    config = config.replace("${", "$${")  # else `load_config` would read a reference to the environment
     return f"""---
 {front.to_yaml()}
 ---
