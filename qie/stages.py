@@ -53,11 +53,8 @@ class Stages(Generic[A, B]):
     def then(self, more: Stage[B, C] | Stages[B, C]) -> Stages[A, C]:
         return Stages(*self, *([more] if isinstance(more, Stage) else more))
 
-    def beside(self, size: Callable[[A], int]) -> Stages[tuple[X, A], tuple[X, B]]:
-        """The same stages for pairs: each works on the second part and hands the first on.
-
-        `size` says, of the first stage's input, how much a pair counts for in every stage.
-        """
+    def beside(self, size: Callable[[Any], int]) -> Stages[tuple[X, A], tuple[X, B]]:
+        """The same stages for pairs. Each works on the second part, which counts by `size`, and hands the first on."""
 
         def paired(stage: Stage[Any, Any]) -> Stage[Any, Any]:
             return Stage(stage.name, lambda pair: (pair[0], stage.work(pair[1])), stage.workers, lambda p: size(p[1]))

@@ -46,7 +46,7 @@ def work(tiny_edit: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory
 def test_precompute_says_what_it_did_and_a_second_run_does_nothing(work: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in (work / "shards").iterdir()}
     result = run(precompute, "--config", work / "config.yaml", "--shard-size", 4)
-    assert result.stdout.startswith("12 rows: 0 samples encoded, 12 there already, 0 skipped; 0 shards written")
+    assert result.stdout.startswith("12 rows: 0 samples encoded, 12 reused, 0 skipped; 0 shards written")
     assert {path.name: path.stat().st_mtime_ns for path in (work / "shards").iterdir()} == before
 
 
@@ -55,7 +55,7 @@ def test_precompute_counts_skipped_rows_in_summary_and_exit_code(work: Path, pho
     next((tmp_path / "rows" / "control_images").glob("*.png")).unlink()
     arguments = ["--config", work / "config.yaml", "--source", tmp_path / "rows", "--output", tmp_path / "shards"]
     result = run(precompute, *arguments, "--end-idx", 2, code=1)
-    assert "2 rows: 1 samples encoded, 0 there already, 1 skipped" in result.stdout
+    assert "2 rows: 1 samples encoded, 0 reused, 1 skipped" in result.stdout
     assert "no control image" in result.stderr
 
 

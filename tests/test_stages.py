@@ -49,10 +49,10 @@ def test_overlapped_the_results_are_those_in_turn_in_their_order(workers: int, d
 
 def test_stages_beside_something_work_on_the_second_part_of_a_pair_and_count_it_by_what_came_in() -> None:
     stages = Stages.of(Stage("double", lambda text: text * 2)).then(Stage("length", len, workers=2))
-    pipeline = Pipeline(stages.beside(size=lambda value: 10))
+    pipeline = Pipeline(stages.beside(size=len))
     assert list(pipeline.run([("a", "xy"), ("b", ""), (None, "z")])) == [("a", 4), ("b", 0), (None, 2)]
     assert [(stage.name, stage.workers) for stage in stages.beside(len)] == [("double", 1), ("length", 2)]
-    assert {name: load.items for name, load in pipeline.loads.items()} == {"double": 30, "length": 30}
+    assert {name: load.items for name, load in pipeline.loads.items()} == {"double": 3, "length": 6}
 
 
 def test_items_that_finish_in_reverse_leave_in_their_order() -> None:

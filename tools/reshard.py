@@ -34,14 +34,14 @@ EVER = 1 << 62
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="shards cut anew, without encoding or decoding them")
+    parser = argparse.ArgumentParser(description="merge, split, filter or move shards, without encoding")
     parser.add_argument("shards", nargs="+", metavar="SHARDS")
     parser.add_argument("--output", required=True, metavar="DIR|URL")
     parser.add_argument("--shard-size", type=int, default=64, metavar="N", help="rows per shard; default: 64")
     parser.add_argument("--rows", type=rows, metavar="A-B", help="the rows [A, B) only")
     parser.add_argument("--only-source", metavar="NAME", help="samples of this source only")
     parser.add_argument("--drop-keys", type=Path, metavar="FILE", help="leave out these keys, one a line")
-    parser.add_argument("--renumber", action="store_true", help="number the rows of all places one behind the other")
+    parser.add_argument("--renumber", action="store_true", help="continue the row numbers from place to place")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser.parse_args()
 
@@ -83,15 +83,13 @@ def run(given: argparse.Namespace) -> int:
 
 
 def told(report: Resharded, dropped: int) -> int:
-    """Print what was done. The exit status."""
+    """Print the outcome. Returns the exit status."""
     print(
-        f"{report.shards} shards, {report.present} of them there before: {report.samples} samples, "
+        f"{report.shards} shards, {report.present} of them written before: {report.samples} samples, "
         f"{report.skipped} skipped rows, {report.left_out} left out"
     )
     if len(report.dropped) < dropped:
-        print(
-            f"error: {dropped - len(report.dropped)} of {dropped} keys to be dropped are in no shard", file=sys.stderr
-        )
+        print(f"error: {dropped - len(report.dropped)} of {dropped} keys to drop are in no shard", file=sys.stderr)
     if not report.samples:
         print("error: no sample is left", file=sys.stderr)
     return int(len(report.dropped) < dropped or not report.samples)

@@ -177,7 +177,7 @@ def _note(report: Report) -> str:
 
 def _print(report: Report, folder: object) -> None:
     echo(
-        f"{report.rows} rows: {report.encoded} samples encoded, {report.reused} there already, "
+        f"{report.rows} rows: {report.encoded} samples encoded, {report.reused} reused, "
         f"{len(report.skipped)} skipped; "
         f"{report.shards_written} shards written ({human_bytes(report.bytes_written)}), "
         f"{report.shards_kept} kept, in {folder}"
@@ -198,7 +198,7 @@ def _print_estimate(found: PrecomputeEstimate, recipe: str) -> None:
     for shape, count in found.shapes.most_common():
         echo(f"  {count:6d} × {shape}")
     size = "" if found.bytes is None else f", about {human_bytes(found.bytes)} in all"
-    echo(f"{fresh} to encode, {samples - fresh} there already{size}")
+    echo(f"{fresh} to encode, {samples - fresh} to reuse{size}")
     if found.encoding_s is not None and fresh:
         echo(f"about {human_time(found.encoding_s)} on one set of devices, once the weights are loaded")
 

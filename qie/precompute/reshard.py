@@ -156,7 +156,9 @@ def require_own(output: Folder, ranges: Collection[Range]) -> None:
 
 def _require_apart(output: Folder, origins: Iterable[_Origin]) -> None:
     if _root(output) in {_root(origin.index.folder) for origin in origins}:
-        raise UsageError("shards cannot be cut anew in their own folder", where=output.url, hint="name another output")
+        raise UsageError(
+            "shards cannot be resharded into their own folder", where=output.url, hint="name another output"
+        )
 
 
 def _root(folder: Folder) -> str:
@@ -178,7 +180,7 @@ def _placed(places: Iterable[Sequence[File]], renumber: bool) -> list[_Origin]:
                 "two shards hold the same rows",
                 where=other.index,
                 found=f"rows [{other.rows[0]}, {min(one.rows[1], other.rows[1])}) are in {one.index}, too",
-                hint="if they are rows of different sources, number them anew (--renumber)",
+                hint="if they are rows of different sources, renumber them (--renumber)",
             )
     return origins
 

@@ -46,7 +46,7 @@ def test_two_workers_write_the_same_files(config: Path, tmp_path: Path) -> None:
     arguments = ["--devices", "cpu,cpu", "--shard-size", 3, "--output", tmp_path / "out"]
     result = run(config, *arguments, "--log", tmp_path / "log")
     assert files(tmp_path / "out") == files(config.parent / "shards")
-    assert result.stdout.startswith("12 rows: 12 samples encoded, 0 there already, 0 skipped; 4 shards written")
+    assert result.stdout.startswith("12 rows: 12 samples encoded, 0 reused, 0 skipped; 4 shards written")
     line = json.loads((tmp_path / "log").read_text().splitlines()[-1])
     assert (line["rows"], line["encoded"], line["stages"]["text"]["items"]) == (12, 12, 12)
 
@@ -106,14 +106,14 @@ def test_a_log_that_cannot_be_written_is_refused_before_anything_is_encoded(conf
 
 def test_records_of_older_shards_are_reused(config: Path, tmp_path: Path) -> None:
     result = run(config, "--reuse", config.parent / "shards", "--output", tmp_path / "out", "--shard-size", 5)
-    assert result.stdout.startswith("12 rows: 0 samples encoded, 12 there already")
+    assert result.stdout.startswith("12 rows: 0 samples encoded, 12 reused")
 
 
 def test_a_dry_run_for_workers_sees_what_the_workers_would_find(config: Path, tmp_path: Path) -> None:
     """On a machine with a GPU, `auto` would be another recipe than that of workers on the CPU."""
     settings = ["--set", "cache.vae_encoder_device=cuda:99", "--set", "cache.text_encoder_device=cuda:99"]
     result = run(config, *settings, "--devices", "cpu", "--dry-run")
-    assert "0 to encode, 12 there already" in result.stdout
+    assert "0 to encode, 12 to reuse" in result.stdout
 
 
 def test_parts_write_what_one_run_writes_and_one_without_rows_says_so(config: Path, tmp_path: Path) -> None:
