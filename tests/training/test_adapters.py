@@ -289,11 +289,6 @@ def test_the_first_weights_follow_from_the_seed_alone(tiny_edit: Path, kind) -> 
     assert not same(first(1, before=1), first(2, before=1))
 
 
-def test_an_orthogonal_start_of_an_odd_rank_is_refused(tiny_edit: Path) -> None:
-    with pytest.raises(ConfigError, match="even rank"):
-        with_lora(tiny_edit, r=3, init_lora_weights="orthogonal")
-
-
 def test_the_adapter_is_kept_in_the_dtype_asked_for(tiny_edit: Path) -> None:
     transformer = with_lora(tiny_edit, dtype=torch.bfloat16, r=4, use_dora=True)
     assert {parameter.dtype for parameter in weights(transformer).values()} == {torch.bfloat16}
@@ -302,9 +297,13 @@ def test_the_adapter_is_kept_in_the_dtype_asked_for(tiny_edit: Path) -> None:
 
 @pytest.mark.parametrize("targets", [["to_qq"], ["to_q", "nothing"], "no.*such", r".*img_mlp\.net.*", "(", "", []])
 def test_a_target_that_names_no_linear_layer_is_refused_with_near_names(tiny_edit: Path, targets) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"(?s)model\.lora\.target_modules.*to_q"):
         with_lora(tiny_edit, target_modules=targets)
-    assert "model.lora.target_modules" in str(caught.value) and "to_q" in str(caught.value)
+
+
+def test_an_orthogonal_start_of_an_odd_rank_is_refused(tiny_edit: Path) -> None:
+    with pytest.raises(ConfigError, match="even rank"):
+        with_lora(tiny_edit, r=3, init_lora_weights="orthogonal")
 
 
 @pytest.mark.parametrize("style", ["no prefix", "kohya"])

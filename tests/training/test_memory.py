@@ -66,7 +66,11 @@ ADAPTER = [
     ({"offload_blocks": 1}, {"weights": 41.0}),
 ]
 ALL_WEIGHTS = [
-    ({}, {"weights": 40.9, "gradients": 40.9, "optimizer": 81.7, "workspace": 37.1}),  # the optimizer's, at once
+    (
+        {},
+        {"weights": 40.9, "gradients": 40.9, "optimizer": 81.7, "activations": 5.5, "workspace": 36.4},
+    ),  # the optimizer's, at once
+    ({"trained_bytes": 4}, {"gradients": 81.7, "activations": 5.5 + 40.9}),  # autocast's copies
     ({"processes": 8}, {"weights": 40.9, "gradients": 2 * 40.9, "optimizer": 81.7}),
     (
         {"processes": 8, "sharded": True},

@@ -1,0 +1,77 @@
+"""The model in training: what it saves, it loads; what is evaluated are the averages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qie.config import Config
+from qie.errors import QieError
+from qie.opening import open_accelerator
+from qie.pretrained import open_pretrained
+from qie.training.model.trainable import TrainableModel
+
+
+@pytest.fixture(params=[{"r": 2, "lora_dropout": 0.5}, None], ids=["LoRA", "all weights"])
+def build(tiny_edit: Path, request: pytest.FixtureRequest):
+    """A model that is ready to be trained."""
+    model = {"pretrained_model_name_or_path": str(tiny_edit), "lora": request.param}
+    config = Config.model_validate({"model": model, "train": {"mixed_precision": "no", "ema_decay": 0.5}})
+    pretrained = open_pretrained(str(tiny_edit), components=("transformer",))
+
+    def built(weights: Path | None = None) -> TrainableModel:
+        trainable = TrainableModel(pretrained, config, torch.float32, torch.device("cpu"), weights=weights)
+        trainable.prepare(open_accelerator(config), torch.optim.SGD(trainable.parameters.values(), lr=0.1))
+        return trainable
+
+    return built
+
+
+@torch.no_grad()
+def train(trainable: TrainableModel, change: float) -> None:
+    for weight in trainable.parameters.values():
+        weight += change
+
+
+def test_what_is_saved_is_loaded_with_its_averages_whatever_the_model_began_with(build, tmp_path: Path) -> None:
+    first = build()
+    train(first, 1.0)
+    first.update_average(1)
+    tensors = first.tensors(wanted=True)
+    assert tensors.keys() == {"trained", "ema"}
+    assert first.tensors(wanted=False) == {"trained": {}, "ema": {}}
+    first.save(tmp_path, tensors)
+    for weights in (None, tmp_path):
+        other = build(weights)
+        other.load(tmp_path)
+        found = other.tensors(wanted=True)
+        for group, expected in tensors.items():
+            assert found[group].keys() == expected.keys()
+            assert all(torch.equal(found[group][name], value) for name, value in expected.items()), (weights, group)
+
+
+def test_averages_follow_fast_at_first_and_then_by_the_decay_and_are_what_is_evaluated(build) -> None:
+    trainable = build()
+    [name, *_] = trainable.parameters
+    weight = trainable.parameters[name]
+    expected = weight.detach().clone()
+    for step, decay in ((1, 2 / 11), (2, 3 / 12), (100, 0.5)):
+        train(trainable, 1.0)
+        trainable.update_average(step)
+        expected = decay * expected + (1 - decay) * weight.detach()
+    trained = weight.detach().clone()
+    with trainable.evaluating() as transformer:
+        torch.testing.assert_close(weight.detach(), expected)
+        assert not torch.equal(weight, trained) and not transformer.training
+    assert torch.equal(weight, trained) and transformer.training
+
+
+def test_a_weight_that_is_not_finite_is_named_instead_of_given(build) -> None:
+    trainable = build()
+    [name, *_] = trainable.parameters
+    trainable.parameters[name].data.view(-1)[0] = torch.inf
+    with pytest.raises(QieError, match="are not finite") as caught:
+        trainable.tensors(wanted=True)
+    assert str(caught.value.where) == name.replace(".default", "")
