@@ -21,7 +21,7 @@ def transformer_of(folder: Path, dtype: torch.dtype = torch.float32, **how):
 
 
 def randomise(transformer, seed: int = 2, spread: float = 0.2):
-    """An adapter that does something: B matrices start at zero. What is trained is drawn anew."""
+    """An adapter that does something: B matrices start at zero. Trained weights are drawn again."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in transformer.parameters():

@@ -52,7 +52,7 @@ def inputs(batch: int = 2, text_tokens: int = TEXT_TOKENS, joint: int = JOINT) -
 def gradients(transformer: QwenImageTransformer2DModel, **changes: Any) -> dict[str, torch.Tensor]:
     """Of every trained parameter that has one, and the output as `output`, for a loss to which every output counts.
 
-    The last block's text goes nowhere, and weights behind it have no gradient.
+    The last block's text goes nowhere, and weights after it have no gradient.
     """
     transformer.zero_grad()
     output = transformer(**{**inputs(), **changes})[0]
