@@ -618,6 +618,7 @@ def test_a_default_stands_for_a_variable_that_is_not_set_or_empty(file: Path, mo
         monkeypatch.setenv("QIE_RUN", run)
         train = load(file, text).train
         assert (train.max_steps, train.output_dir) == found
+    assert load(file, "", "logging.run_name=x${QIE_ABSENT:-}").logging.run_name == "x", "a default may be empty"
 
 
 def test_a_variable_that_is_not_set_is_an_error_that_names_key_and_variable(file: Path) -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from qie.cli import stats
 from qie.errors import QieError
 from qie.shards.storage import find_indexes
-from qie.stats import Summary, summarise
+from qie.stats import Summary, merged, summarise
 from qie.stores import LocalFolder, StoreError
 from tests.builders import make_recipe, make_sample, write_shard
 
@@ -51,6 +51,10 @@ def test_rows_that_no_shard_covers_are_named(shards: Path) -> None:
 
     assert summary.ranges == [(0, 5), (8, 10)]
     assert summary.missing == [(str(shards), 5, 8)]
+
+
+def test_ranges_that_touch_or_overlap_are_one() -> None:
+    assert merged([(8, 9), (0, 3), (3, 5), (4, 6), (5, 6)]) == [(0, 6), (8, 9)]
 
 
 @pytest.mark.parametrize(
