@@ -194,17 +194,8 @@ def test_the_configuration_s_own_values_are_no_secrets() -> None:
     assert "***" not in json.dumps(asdict(report()))
 
 
-def test_the_data_digest_depends_on_the_keys_and_not_on_their_order() -> None:
+def test_the_data_digest_is_sha256_of_the_keys_in_ascending_order() -> None:
     keys = np.random.default_rng(0).integers(0, 256, (50, 32), dtype=np.uint8)
-    keys[:10, :24] = 0  # what differs may be the end alone
-    same = data_digest(keys[np.random.default_rng(1).permutation(50)])
-    assert data_digest(keys) == same
-    assert len(same) == 64
-    for changed in (keys[1:], np.concatenate([keys, keys[:1]]), np.where(np.arange(32) == 31, keys ^ 1, keys)):
-        assert data_digest(changed) != same
-    assert data_digest(keys[:0]) != same
-
-
-def test_the_data_digest_is_sha256_of_the_sorted_keys() -> None:
-    keys = np.random.default_rng(0).integers(0, 256, (20, 32), dtype=np.uint8)
-    assert data_digest(keys) == hashlib.sha256(b"".join(sorted(bytes(key) for key in keys))).hexdigest()
+    keys[:10, :24] = 0  # only their ends differ
+    for given in (keys, keys[np.random.default_rng(1).permutation(50)], keys[:0]):
+        assert data_digest(given) == hashlib.sha256(b"".join(sorted(bytes(key) for key in given))).hexdigest()
