@@ -59,12 +59,6 @@ def test_precompute_counts_skipped_rows_in_summary_and_exit_code(work: Path, pho
     assert "no control image" in result.stderr
 
 
-def test_a_dry_run_writes_nothing(work: Path, tmp_path: Path) -> None:
-    result = run(precompute, "--config", work / "config.yaml", "--output", tmp_path / "shards", "--dry-run")
-    assert "12 samples can be encoded, 0 cannot" in result.stdout
-    assert not (tmp_path / "shards").exists()
-
-
 def test_stats_prints_the_same_summary_as_a_table_and_as_json(work: Path) -> None:
     values = json.loads(run(stats, work / "shards", "--json").stdout)
     table = run(stats, work / "shards", "--verify").stdout
@@ -133,16 +127,6 @@ def test_train_then_predict_with_the_adapter(work: Path, photos: Path, tmp_path:
     assert plain.size == tuned.size and plain.tobytes() != tuned.tobytes()
     assert tuned.tobytes() == same.tobytes()
     assert json.loads(plain.text["qie"])["prompt"] == "make it night"
-
-
-def test_live_and_cached_training_give_the_same_losses(work: Path, tmp_path: Path) -> None:
-    losses = {}
-    for name, use_cache in (("live", "false"), ("cached", "true")):
-        arguments = ["--set", f"train.output_dir={tmp_path / name}", "--set", f"cache.use_cache={use_cache}"]
-        run(train, "--config", work / "config.yaml", *arguments)
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        losses[name] = [(line["step"], line.get("loss"), line.get("validation_loss")) for line in lines]
-    assert losses["live"] == losses["cached"]
 
 
 def losses(output: Path) -> list[tuple[int, float | None]]:

@@ -33,44 +33,24 @@ def rows(ranges: list[Range]) -> list[int]:
 
 @deterministic
 @given(asked, grids, disjoint())
-def test_what_was_asked_and_is_not_published_is_covered_exactly_once(
+def test_shards_hold_the_range_once_on_the_grid_around_published_ones(
     asked: Range, grid: int, published: list[Range]
 ) -> None:
-    new = [part for part in shard_ranges(*asked, grid, published) if part not in published]
-    assert rows(new) == sorted(set(range(*asked)) - set(rows(published)))
-
-
-@deterministic
-@given(asked, grids, disjoint())
-def test_published_shards_that_begin_in_the_range_are_taken_whole_and_others_left_out(
-    asked: Range, grid: int, published: list[Range]
-) -> None:
-    """One that begins before the range is another run's; every split of a dataset so visits each shard once."""
     ranges = shard_ranges(*asked, grid, published)
+    assert all(first < last for first, last in ranges)
+    assert all(one[1] <= other[0] for one, other in pairwise(ranges)), "in order, without overlap"
+    # A published shard is taken whole by the run in which it begins; every split of a dataset so visits each once.
     assert [part for part in ranges if part in published] == sorted(
         part for part in published if asked[0] <= part[0] < asked[1]
     )
-
-
-@deterministic
-@given(asked, grids, disjoint())
-def test_ranges_are_in_order_hold_rows_and_do_not_overlap(asked: Range, grid: int, published: list[Range]) -> None:
-    ranges = shard_ranges(*asked, grid, published)
-    assert all(first < last for first, last in ranges)
-    assert all(one[1] <= other[0] for one, other in pairwise(ranges))
-
-
-@deterministic
-@given(asked, grids, disjoint())
-def test_new_shards_are_cut_on_the_grid_and_nowhere_else_but_at_the_ends_and_at_published_ones(
-    asked: Range, grid: int, published: list[Range]
-) -> None:
+    new = [part for part in ranges if part not in published]
+    assert rows(new) == sorted(set(range(*asked)) - set(rows(published)))
     edges = {*asked, *(edge for part in published for edge in part)}
-    for first, last in shard_ranges(*asked, grid, published):
-        if (first, last) not in published:
-            assert first // grid == (last - 1) // grid, "a new shard lies within one cell of the grid"
-            assert first % grid == 0 or first in edges
-            assert last % grid == 0 or last in edges
+    for first, last in new:
+        assert first // grid == (last - 1) // grid, "a new shard lies within one cell of the grid"
+        assert first % grid == 0 or first in edges
+        assert last % grid == 0 or last in edges
+    assert shard_ranges(*asked, grid, {*published, *ranges}) == ranges, "a second run finds everything published"
 
 
 @deterministic
@@ -91,13 +71,6 @@ def test_any_split_on_the_grid_gives_the_same_shards(
 
 
 @deterministic
-@given(asked, grids, disjoint())
-def test_a_second_run_finds_everything_published(asked: Range, grid: int, published: list[Range]) -> None:
-    first_run = shard_ranges(*asked, grid, published)
-    assert shard_ranges(*asked, grid, {*published, *first_run}) == first_run
-
-
-@deterministic
 @given(st.integers(1, 100_000), st.integers(1, 200), st.integers(1, 100))
 def test_parts_hold_every_row_once_in_whole_shards_and_as_many_each(count: int, grid: int, parts: int) -> None:
     ranges = [resolve_part(f"{part}/{parts}", count, grid) for part in range(1, parts + 1)]
@@ -108,21 +81,9 @@ def test_parts_hold_every_row_once_in_whole_shards_and_as_many_each(count: int, 
     assert max(shards) - min(shards) <= 1
 
 
-def test_a_whole_dataset_is_cut_at_multiples_of_the_shard_size() -> None:
-    assert shard_ranges(0, 150, 64, []) == [(0, 64), (64, 128), (128, 150)]
-
-
-def test_a_range_that_begins_within_a_cell_goes_on_with_the_grid() -> None:
-    assert shard_ranges(36, 150, 64, []) == [(36, 64), (64, 128), (128, 150)]
-
-
 def test_new_shards_go_around_published_ones() -> None:
     published = [(60, 70), (0, 30), (140, 200)]
     assert shard_ranges(20, 150, 64, published) == [(30, 60), (60, 70), (70, 128), (128, 140), (140, 200)]
-
-
-def test_published_shards_elsewhere_do_not_matter() -> None:
-    assert shard_ranges(64, 128, 64, [(0, 64), (128, 192)]) == [(64, 128)]
 
 
 @pytest.mark.parametrize(

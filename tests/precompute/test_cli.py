@@ -109,11 +109,14 @@ def test_records_of_older_shards_are_reused(config: Path, tmp_path: Path) -> Non
     assert result.stdout.startswith("12 rows: 0 samples encoded, 12 reused")
 
 
-def test_a_dry_run_for_workers_sees_what_the_workers_would_find(config: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_finds_what_the_workers_would_find(config: Path, tmp_path: Path) -> None:
     """On a machine with a GPU, `auto` would be another recipe than that of workers on the CPU."""
     settings = ["--set", "cache.vae_encoder_device=cuda:99", "--set", "cache.text_encoder_device=cuda:99"]
     result = run(config, *settings, "--devices", "cpu", "--dry-run")
     assert "0 to encode, 12 to reuse" in result.stdout
+    result = run(config, "--output", tmp_path / "out", "--dry-run")
+    assert "12 samples can be encoded, 0 cannot" in result.stdout and "12 to encode" in result.stdout
+    assert not (tmp_path / "out").exists()
 
 
 def test_parts_write_what_one_run_writes_and_one_without_rows_says_so(config: Path, tmp_path: Path) -> None:

@@ -135,12 +135,6 @@ def test_workers_that_are_done_say_nothing_and_end_by_themselves(
     assert capfd.readouterr().err == ""
 
 
-def test_skipped_rows_are_reported_in_their_order(tmp_path: Path) -> None:
-    opener = partial(openers.chatty, ROWS)
-    report = run(tmp_path / "out", opener, opener, shard_size=1)
-    assert [gone.row for gone in report.skipped] == [7, 20]
-
-
 def test_a_killed_worker_ends_the_run_with_its_signal_and_the_next_run_completes_it(
     tmp_path: Path, whole: dict[str, bytes], in_time: Callable
 ) -> None:
@@ -216,7 +210,11 @@ def test_workers_of_another_recipe_are_refused(tmp_path: Path, in_time: Callable
     assert published(tmp_path / "out") == []
 
 
-def test_more_workers_than_shards_are_no_trouble(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    opener = partial(openers.plain, ROWS)
-    report = run(tmp_path / "out", opener, opener, opener, shard_size=64)
-    assert (report.shards_written, report.rows) == (1, 60)
+@pytest.mark.parametrize(("shard_size", "shards"), [(1, 60), (64, 1)])
+def test_skipped_rows_are_in_order_and_more_workers_than_shards_are_no_trouble(
+    tmp_path: Path, shard_size: int, shards: int
+) -> None:
+    opener = partial(openers.chatty, ROWS)
+    report = run(tmp_path / "out", opener, opener, opener, shard_size=shard_size)
+    assert [gone.row for gone in report.skipped] == [7, 20]
+    assert (report.rows, report.shards_written) == (ROWS, shards)
