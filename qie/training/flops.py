@@ -149,7 +149,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
     The table knows whole GPUs in half precision, but no slower variant of one (Laptop, D, a MIG slice).
     """
-    if dtype not in (torch.bfloat16, torch.float16) or " MIG " in device_name:
+    if dtype not in (torch.bfloat16, torch.float16):
         return None
     name = re.sub(r"^(NVIDIA|AMD) ", "", device_name)
     for known in sorted(_PEAK_TFLOPS, key=len, reverse=True):
