@@ -188,8 +188,8 @@ def open_training_stream(
 ) -> Stream:
     """This process's batches, by the rules of qie-train: see `choose`. To be closed, or used as a context manager.
 
-    Of shards, the recipe is compared with the configuration's. Where data.source can be opened, its rows decide what is
-    trained on: their samples come from the shards, by content, and what the shards lack is encoded live. The batches
+    Of shards, the recipe is compared with the configuration's. Where data.source can be opened, training takes its
+    rows: their samples come from the shards, by content, and rows that the shards lack are encoded live. The batches
     are those of shards that hold all of them, bit for bit.
 
     Args:
@@ -342,7 +342,7 @@ class _Opening:
                 self.telling.say(f"skipped row {row.row} ({row.name}): {row.reason}")
 
     def _tell_mixed(self, samples: LiveSamples, lost: Sequence[tuple[File, ShardError]]) -> None:
-        """One line on what is encoded live and why, one on what of the shards is of no use."""
+        """One line on rows that are encoded live, and why; one on samples of the shards that no row has."""
         total, lacking, stored = len(samples.known.facts), samples.lacking, samples.stored
         held = (
             0

@@ -1,8 +1,8 @@
 """Training on shards while they are still being written.
 
-The first epoch takes samples in the order of their rows, each batch as soon as its last sample is published; it waits
-for what is not there yet. Which batches there are follows from the shards alone, not from when they came: every rank,
-and a run that is resumed, sees the same. Later epochs are those of any other stream.
+The first epoch takes samples in the order of their rows, each batch as soon as its last sample is published, and waits
+for shards that are still missing. The batches follow from the shards alone, not from the time of their arrival: every
+rank, and a run that is resumed, sees the same. Later epochs are those of any other stream.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GrowingSamples:
         poll_s: seconds between looks.
         alive: raises when nobody will write any more.
         current: up to which row shards are known to be what their rows are now; others may be left from an older run.
-        say: told what is waited for, every half minute.
+        say: told every half minute which shard the stream waits for.
         stop: ends whoever writes the shards for these samples alone.
     """
 

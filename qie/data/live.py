@@ -141,7 +141,7 @@ class LiveSamples:
 
     Attributes:
         source, encoder, variants: the rows, what encodes them, and which variants of them there are.
-        known: what is known of them, see `look_at_rows`.
+        known: their facts, see `look_at_rows`.
         stored: shards in which samples are looked for before they are encoded. A key names its recipe, too, so what is
             found is what would be encoded. A record that turns out to be damaged is encoded instead.
         shard_rows: rows per shard, if the order is to be that of shards of all rows; see `Columns.blocks`.

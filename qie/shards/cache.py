@@ -35,7 +35,7 @@ class ShardCache:
 
     Attributes:
         root: the folder, on a local disk; made when something is fetched.
-        budget_bytes: how much it may hold, what is on its way included.
+        budget_bytes: how much it may hold, downloads in progress included.
     """
 
     root: Path
@@ -95,7 +95,7 @@ class ShardCache:
         return self.root / f"{sha256}.tar"
 
     def _reserve(self, partial: Path, size: int) -> bool:
-        """Make room for a file, and take it; False if what is on its way leaves none.
+        """Make room for a file, and take it; False if downloads in progress leave none.
 
         One process after the other, or two would find the same room free.
         """

@@ -1,7 +1,7 @@
 """One file for the indexes of a whole folder: a million samples open in seconds instead of a minute.
 
-It is made on request, published by rename, and never trusted against what is there: a shard whose index is not the one
-that was compacted is read from its own index. The norm of a shard stays its own index; this file may be deleted.
+It is made on request and published by rename. The shards count for more: a shard whose index changed since is read from
+its own index. The norm of a shard stays its own index; this file may be deleted.
 Whoever made it, what it says is checked before it is used, as an index is: see docs/format.md.
 """
 
@@ -68,7 +68,7 @@ class Compact:
 
 @dataclass(frozen=True)
 class ManifestFolder(ObjectFolder):
-    """A folder of a web server, which lists nothing: what is in it is what its compacted index says."""
+    """A folder of a web server, which lists nothing: its compacted index names its shards."""
 
     compact: Compact = field(compare=False, repr=False)
 

@@ -133,7 +133,7 @@ class ShardIndex:
         values = vars(self) | {"format_version": FORMAT_VERSION, "recipe": recipe}
         del values["this_sha256"]
         text = canonical_json(values)
-        return f'{text[:-1]}{_OWN_HASH}{_sha256(text.encode())}"}}'  # its name sorts behind all others
+        return f'{text[:-1]}{_OWN_HASH}{_sha256(text.encode())}"}}'  # its name sorts last
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ _ABOUT = TypeAdapter(_About)
 def encode(sample: Sample, recipe_digest: str) -> bytes:
     """The record of a sample: a function of the sample alone, so equal samples are equal bytes.
 
-    Of the null prompt's embedding only the tail behind `shared_prefix` is stored. Several controls, which may differ in
+    Of the null prompt's embedding only the tail after `shared_prefix` is stored. Several controls, which may differ in
     size, are stored as one flat tensor with their shapes in the metadata.
     """
     about = {

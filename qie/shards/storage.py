@@ -146,7 +146,7 @@ def _refuse_lonely(place: str) -> None:
             where=folder,
             expected=f"{tars[0].stem}.json beside {tars[0].name}, and so on",
             found=", ".join(tar.name for tar in tars[:6]) + more,
-            hint="put the indexes back, or run qie-precompute again, which writes the shards anew",
+            hint="put the indexes back, or run qie-precompute again, which writes the shards again",
         )
 
 

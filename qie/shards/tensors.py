@@ -62,7 +62,7 @@ class StoredTensor:
         field: the field of `Sample`, where it has another name.
         there: whether a sample has it, by its sizes; None for always.
         may_be_empty: it may have no values.
-        flat: of several latents, one behind the other; of one, in its own shape.
+        flat: several latents are stored one after the other; a single one in its own shape.
     """
 
     name: str

@@ -27,7 +27,7 @@ GAP_BYTES = 4096
 
 
 def shard_faults(shard: Shard) -> Iterator[QieError]:
-    """Read every sample as training does, then what is left of the tar."""
+    """Read every sample as training does, then the rest of the tar."""
     index = shard.index
     tar = _HashedTar(shard.file, index.filesize, index.sha256)
     try:
@@ -90,7 +90,7 @@ def lonely_tars(folder: Folder, indexes: Sequence[File]) -> Iterator[QieError]:
             "a tar has no index",
             where=tar,
             expected=f"{tar.stem}.json",
-            hint="put its index back, or run qie-precompute again, which writes the shard anew",
+            hint="put its index back, or run qie-precompute again, which writes the shard again",
         )
 
 

@@ -80,7 +80,7 @@ class ShardWriter:
         self.close()
 
     def close(self) -> None:
-        """Give up what is not published."""
+        """Remove a shard that is not published."""
         # Once published, what lies at the partial path may be the next writer's.
         if not self._published and self._partial is not None:
             self._partial.unlink(missing_ok=True)
@@ -180,7 +180,7 @@ class ShardWriter:
                 "the shard cannot be written",
                 where=self._tar_file if self._partial else tempfile.gettempdir(),
                 found=error.strerror or error,
-                hint="make room and run again: what is published stays, nothing else is there" if full else None,
+                hint="make room and run again: published shards stay, and nothing else is left" if full else None,
             ) from error
 
 
