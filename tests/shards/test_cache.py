@@ -22,11 +22,10 @@ from qie.shards.cache import ShardCache
 from qie.shards.index import ShardIndex
 from qie.shards.reader import Shard, Tar
 from qie.shards.shard_set import ShardSet, Verify
-from qie.stores import File, MissingError, StoreError, open_folder
-from qie.types import Sample
+from qie.stores import File, MissingError, StoreError
 from tests.builders import assert_same, make_sample, rewrite_index, same_bits, write_shard
 from tests.conftest import ROOT
-from tests.s3 import S3, without_clouds
+from tests.s3 import without_clouds
 from tests.stores.servers import Ranged, serving
 
 SAMPLES = [make_sample(seed) for seed in range(4)]
@@ -139,12 +138,6 @@ def test_a_copy_is_what_lies_there_under_the_name_of_its_content(web: Web, root:
     assert path.read_bytes() == content
 
 
-def test_what_was_fetched_is_not_fetched_again(web: Web, root: Path) -> None:
-    paths = {web.fetch(ShardCache(root, BIG)) for _ in range(3)}
-
-    assert len(paths) == len(web.asked) == 1
-
-
 def test_samples_come_from_the_copy(web: Web, root: Path) -> None:
     for _ in range(2):  # as in another process
         shards = web.open(ShardCache(root, BIG))
@@ -193,21 +186,6 @@ def test_many_threads_fetch_a_tar_once(web: Web, root: Path) -> None:
 
     assert sorted(web.fetches()) == STEMS[:2]
     assert len(set(paths)) == 2
-
-
-def test_many_threads_that_read_a_shard_fetch_it_once(web: Web, root: Path) -> None:
-    shards = web.open(ShardCache(root, BIG))
-    start = threading.Barrier(16)
-
-    def read(number: int) -> Sample:
-        start.wait()
-        return shards.load(number % 2)
-
-    with ThreadPoolExecutor(16) as pool:
-        for number, sample in enumerate(pool.map(read, range(16))):
-            assert_same(sample, SAMPLES[number % 2])
-
-    assert sorted(web.fetches()) == STEMS[:2]
 
 
 CHILD = """
@@ -355,19 +333,6 @@ def test_a_copy_that_was_damaged_on_the_disk_is_noticed_and_fetched_once_more(
     assert path.read_bytes() == (web.folder / f"{STEMS[0]}.tar").read_bytes()
 
 
-def test_a_copy_that_is_damaged_between_two_fetches_is_noticed_by_always(web: Web, root: Path) -> None:
-    shards = web.open(ShardCache(root, BIG), "always")
-    shards.fetch(0)
-    (path,) = root.glob("*.tar")
-    with path.open("r+b") as file:  # in place: what is mapped sees it
-        content = flipped(path.read_bytes(), last_of_record(web))
-        file.write(content)
-    web.asked.clear()
-
-    assert same_bits(shards.fetch(0).prompt_embeds_mask, SAMPLES[0].prompt_embeds_mask)
-    assert web.fetches() == STEMS[:1]
-
-
 def test_a_record_that_is_damaged_in_the_store_too_is_refused_after_one_more_fetch(web: Web, root: Path) -> None:
     """The tar's own hash holds: whoever made the index hashed a record that was not the one in the tar."""
     index = web.folder / f"{STEMS[0]}.json"
@@ -445,17 +410,6 @@ def test_of_two_that_come_at_once_one_goes_if_there_is_room_for_one(web: Web, ro
     assert sum(copies(root).values()) <= cache.budget_bytes
 
 
-def test_a_copy_that_is_found_was_used_now(web: Web, root: Path) -> None:
-    cache = ShardCache(root, BIG)
-    path = web.fetch(cache)
-    assert path is not None
-    os.utime(path, ns=(0, 0))
-
-    web.fetch(cache)
-
-    assert path.stat().st_mtime_ns > 0
-
-
 def test_what_is_read_is_used_even_if_it_was_opened_first(web: Web, root: Path) -> None:
     """The first shard is read all the time, the second once: it is the second that goes."""
     cache = ShardCache(root, 2 * size_of(web))
@@ -487,10 +441,6 @@ def test_a_tar_larger_than_the_budget_is_not_copied_but_read_by_ranges(web: Web,
         for stem, member in zip(STEMS, members, strict=True)
         for _ in range(2)
     ]
-
-
-def test_a_tar_as_large_as_the_budget_is_copied(web: Web, root: Path) -> None:
-    assert web.fetch(ShardCache(root, size_of(web))) is not None
 
 
 def test_what_is_mapped_stays_readable_when_it_goes(web: Web, root: Path) -> None:
@@ -570,16 +520,3 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(web: Web, root
 
 
 # A bucket
-
-
-def test_with_a_cache_shards_in_a_bucket_give_what_their_copies_give(web: Web, root: Path, s3: S3) -> None:
-    remote = open_folder(f"{s3.url}/shards")
-    for path in web.folder.iterdir():
-        remote.upload(path.name, path)
-    there = ShardSet.open([remote.url], cache=ShardCache(root, 2 * size_of(web)))
-    again = ShardSet.open([remote.url], cache=ShardCache(root, BIG))
-
-    for shards in (there, again):
-        for position, sample in enumerate(SAMPLES):
-            assert_same(shards.load(position), sample)
-    assert copies(root).keys() == {web.index(number).sha256 for number in range(4)}

@@ -92,15 +92,6 @@ def test_a_second_epoch_from_a_cache_asks_for_nothing(s3: S3, bucket: str, tmp_p
     assert len(proxy.requests) == before > 0
 
 
-def test_a_damaged_copy_in_a_cache_is_fetched_again(bucket: str, expected: list[Facts], tmp_path: Path) -> None:
-    cache = ShardCache(tmp_path / "cache", 2**30)
-    all_facts(open_stream(bucket, cache=cache, **SETTINGS))
-    for copy in (tmp_path / "cache").glob("*.tar"):
-        copy.write_bytes(bytes(copy.stat().st_size))
-
-    assert all_facts(open_stream(bucket, cache=cache, **SETTINGS).forever(), len(expected)) == expected
-
-
 def test_what_is_damaged_in_the_bucket_is_named_as_what_it_is_there(bucket: str, cache: ShardCache | None) -> None:
     folder, name = open_folder(bucket), f"{STEMS[2]}.tar"
     content = bytearray(folder.read(name))
