@@ -177,6 +177,8 @@ def test_a_file_of_old_keys_is_answered_at_once(file: Path) -> None:
         ("data:\n  source:\n  - source: a", ["data.source.0.weight=0"], "--set data.source.0.weight"),
         ("train:\n  <<: {seed: 1,\n       max_steps: 0}", [], "{file}:4, train.max_steps"),
         ("validation: {samples: [{prompt: x}]}", [], "{file}:2, validation.samples.0.images"),
+        ("", ["data.area_px=65536", "data.buckets_px=[[256, 256]]"], "--set data"),
+        ("data: {area_px: 65536}", ["data.buckets_px=[[256, 256]]"], "{file}:2, data"),
     ],
 )
 def test_an_error_names_the_line_or_the_set_that_was_typed(

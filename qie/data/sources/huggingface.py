@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from qie.data.sources.cells import Cells, Roles, checked_roles
-from qie.data.sources.lines import equal_pairs
+from qie.data.sources.lines import require_unique
 from qie.data.sources.resolve import readable
 from qie.data.sources.source import library
 from qie.errors import SourceError
@@ -145,14 +145,7 @@ class DatasetSource:
     def _check_names(self) -> None:
         names: Iterable[Any] = self.dataset.select_columns([self.roles.name])[:][self.roles.name].to_pylist()
         hashes = (hash(str(name)) if name not in (None, "") else row for row, name in enumerate(names))
-        for first, second in equal_pairs(np.fromiter(hashes, np.int64, len(self))):
-            if (name := self.name(first)) == self.name(second):
-                raise SourceError(
-                    "two rows have the same name",
-                    where=self.where,
-                    found=f"{name!r} in rows {first} and {second}",
-                    hint="give each row a name of its own, or call the column something else",
-                )
+        require_unique(np.fromiter(hashes, np.int64, len(self)), self.name, self.where)
 
 
 def is_saved_dataset(names: Iterable[str]) -> bool:

@@ -59,20 +59,11 @@ class TextRows:
         return f"{readable(self.file.name)}:{self.lines[index]}"
 
     def check_names(self, hashes: array[int], name: Callable[[int], str]) -> None:
-        """Raise SourceError when two rows have one name.
-
-        Args:
-            hashes: a hash of each row's name, and of its index where it has none; names themselves would fill memory.
-            name: the name of a row, for those of equal hashes.
-        """
-        for first, second in equal_pairs(np.frombuffer(hashes, np.int64)):
-            if name(first) == name(second):
-                raise SourceError(
-                    "two rows have the same name",
-                    where=self.file,
-                    found=f"{name(first)!r} on lines {self.lines[first]} and {self.lines[second]}",
-                    hint="give each row a name of its own, or call the column something else",
-                )
+        """Raise SourceError when two rows have one name; see `require_unique`."""
+        lines = self.lines
+        require_unique(
+            np.frombuffer(hashes, np.int64), name, self.file, lambda a, b: f"on lines {lines[a]} and {lines[b]}"
+        )
 
 
 class Lines:
@@ -127,6 +118,30 @@ def line_starts(stream: BinaryIO) -> tuple[NDArray[np.int64], NDArray[np.int64]]
     blank = [line for line in short if _is_blank(stream, starts, line)]
     full = np.setdiff1d(full, np.array(blank, np.int64), assume_unique=True)
     return np.append(starts[full], offset), full + 1
+
+
+def require_unique(
+    hashes: NDArray[np.int64],
+    name: Callable[[int], str],
+    where: object,
+    places: Callable[[int, int], str] = "in rows {} and {}".format,
+) -> None:
+    """Raise SourceError when two rows have one name.
+
+    Args:
+        hashes: a hash of each row's name, and of its index where it has none; names themselves would fill memory.
+        name: the name of a row, for those of equal hashes.
+        where: of the rows.
+        places: of two rows, in words.
+    """
+    for first, second in equal_pairs(hashes):
+        if name(first) == name(second):
+            raise SourceError(
+                "two rows have the same name",
+                where=where,
+                found=f"{name(first)!r} {places(first, second)}",
+                hint="give each row a name of its own, or call the column something else",
+            )
 
 
 def equal_pairs(values: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qie.data.sources.cells import Cells, Roles, checked_roles
-from qie.data.sources.lines import equal_pairs
+from qie.data.sources.lines import require_unique
 from qie.data.sources.resolve import readable, source_size
 from qie.data.sources.source import library
 from qie.errors import RowError, SourceError
@@ -85,7 +85,8 @@ class ParquetSource:
             raise SourceError("the parquet holds no rows", where=files[0] if files else None)
         source = cls(tuple(opened), roles)
         if roles.name:
-            source._check_names()
+            hashes = (hash(str(name)) for file in opened for name in file.names.to_pylist())
+            require_unique(np.fromiter(hashes, np.int64, len(source)), source.name, files[0])
         return source
 
     def __len__(self) -> int:
@@ -110,17 +111,6 @@ class ParquetSource:
         table = self.groups.read(file, group, self.roles.used(), where)
         values = table.slice(row - file.starts[group], 1).to_pylist()[0]
         return Cells(values, self.roles, where, (file.file.folder,))
-
-    def _check_names(self) -> None:
-        hashes = (hash(str(name)) for file in self.files for name in file.names.to_pylist())
-        for first, second in equal_pairs(np.fromiter(hashes, np.int64, len(self))):
-            if (name := self.name(first)) == self.name(second):
-                raise SourceError(
-                    "two rows have the same name",
-                    where=self.files[0].file,
-                    found=f"{name!r} in rows {first} and {second}",
-                    hint="give each row a name of its own, or call the column something else",
-                )
 
 
 class Groups:
