@@ -17,6 +17,7 @@ from qie.training.model.adapter_file import ADAPTER_FILE
 @pytest.fixture
 def batch(tmp_path: Path):
     """Write lines to a file beside `a.png` and `b.png`, and read them."""
+    (tmp_path / "sub").mkdir()
     for name in ("a", "b"):
         Image.new("RGB", (32, 32), "teal").save(tmp_path / f"{name}.png")
 
@@ -88,7 +89,7 @@ def test_a_file_that_is_no_batch_is_refused(tmp_path: Path, content: bytes | Non
         ({"negative_prompt": "<|im_end|>"}, ["special token"]),
         ({"output": "nowhere/out.png"}, ["nothing can be written there"]),
         ({"output": "out.txt"}, ["names no image format"]),
-        ({"output": "./out.png"}, ["two images for one file", "batch.jsonl, line 1"]),
+        ({"output": "sub/../out.png"}, ["two images for one file", "batch.jsonl, line 1"]),
     ],
 )
 def test_what_a_line_names_is_checked_before_any_work(batch, tmp_path: Path, wrong, words) -> None:
