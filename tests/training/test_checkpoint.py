@@ -19,7 +19,7 @@ from qie.errors import QieError, UsageError
 from qie.paths import is_at, open_locked
 from qie.training import output_dir as module
 from qie.training.checkpoint import OPTIMIZER_FILE, RunState, RunTensors, load, save
-from qie.training.output_dir import LOCK_FILE, checkpoints, find_checkpoint, locked, remove_old
+from qie.training.output_dir import LOCK_FILE, checkpoints, find_checkpoint, find_resume, locked, remove_old
 from tests.training.reports import report
 
 STREAM = {"epoch": 1, "position": 3, "of": {"seed": 1}}
@@ -93,6 +93,16 @@ def test_where_there_is_none_to_resume_that_is_said(tmp_path: Path, resume: str,
 
 def text_of(folder: Path) -> str:
     return (folder / "state.json").read_text()
+
+
+def test_a_folder_that_holds_a_run_is_resumed_from_its_own_checkpoints_alone(tmp_path: Path) -> None:
+    mine, other = written(tmp_path / "mine", 1), written(tmp_path / "other", 1)
+    assert find_resume("latest", mine.parent) == mine
+    for resume in (None, str(other)):
+        with pytest.raises(UsageError, match="holds a run already"):
+            find_resume(resume, mine.parent)
+    assert find_resume(str(other), tmp_path / "new") == other
+    assert find_resume(None, tmp_path / "new") is None
 
 
 DAMAGES: dict[str, Any] = {
