@@ -189,6 +189,8 @@ def test_files_for_diffusers_name_what_each_of_its_releases_asks_for_and_nothing
         expected = {"r", "lora_alpha", "target_modules", "use_rslora", "rank_pattern", "alpha_pattern"}
         assert settings.keys() == {f"transformer.{name}" for name in expected}
         assert settings["transformer.rank_pattern"] == settings["transformer.alpha_pattern"] == {}
+        # A set's order differs from process to process.
+        assert settings["transformer.target_modules"] == ["to_k", "to_out.0", "to_q", "to_v"]
 
 
 def test_equal_adapters_are_equal_files_and_other_values_can_be_saved(tiny_edit: Path, tmp_path: Path) -> None:
