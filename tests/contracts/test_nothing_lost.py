@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.live import Samples
 from qie.data.sources import open_source
+from qie.data.stream import Samples
 from qie.errors import RowError
 from qie.precompute import Settings, precompute
 from qie.shards.shard_set import ShardSet
