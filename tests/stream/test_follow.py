@@ -135,6 +135,14 @@ def test_rows_for_validation_are_of_the_first_shard_and_stay_out_of_all_epochs(w
         followed(whole, validation_rows=7)
 
 
+def test_the_first_epoch_is_not_over_where_the_shards_that_are_there_end(tmp_path: Path) -> None:
+    write(tmp_path, (0, 16))
+    stream = followed(tmp_path)
+    known = len(stream)
+    keys(stream, known)
+    assert (stream.epoch, stream.position) == (0, known)
+
+
 def test_a_shard_that_never_comes_is_an_error_that_says_which(tmp_path: Path) -> None:
     write(tmp_path, (0, 16))
     with pytest.raises(QieError) as refused:
