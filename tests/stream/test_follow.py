@@ -143,6 +143,11 @@ def test_the_first_epoch_is_not_over_where_the_shards_that_are_there_end(tmp_pat
     assert (stream.epoch, stream.position) == (0, known)
 
 
+def test_shards_beyond_the_rows_that_are_current_are_left_from_an_older_run(whole: Path) -> None:
+    samples = GrowingSamples(open_folder(whole), 60, current=lambda: 20)
+    assert samples.grow() and samples.covered == 16
+
+
 def test_a_shard_that_never_comes_is_an_error_that_says_which(tmp_path: Path) -> None:
     write(tmp_path, (0, 16))
     with pytest.raises(QieError) as refused:
