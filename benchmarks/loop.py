@@ -32,14 +32,14 @@ from measuring import parser as common
 from samples import exhaust, write_shards
 
 from qie.config import Config
+from qie.families import FAMILIES
 from qie.pretrained import PretrainedModel
-from qie.recipe import FAMILIES
 from qie.streams import open_stream
 from qie.training.objective import Objective, drop_captions
 from qie.training.processes import stop_requested
+from qie.training.reporting.metrics import MetricsFile
+from qie.training.reporting.trackers import Trackers
 from qie.training.run import Run
-from qie.training.telling.metrics import MetricsFile
-from qie.training.telling.trackers import Trackers
 
 STEP_S = 0.1
 SAMPLES = 24

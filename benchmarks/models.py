@@ -110,7 +110,7 @@ class Bench:
         return Encoder.open(pretrained, vae_device=self.device, text_device=self.device, options=options)
 
     def flops(self, checkpointing: bool) -> Flops:
-        """Of a step, as `qie.training.telling.metrics` counts them."""
+        """Of a step, as `qie.training.reporting.metrics` counts them."""
         lengths = open_stream([self.folder / "shards"]).samples.columns.lengths
         blocks = self.architecture.blocks if checkpointing else 0
         tokens = 2 * (self.size.side_px // 16) ** 2

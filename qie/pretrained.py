@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from qie.errors import ModelError, QieError
+from qie.families import FAMILIES, Family
 from qie.hashing import file_hashes
 from qie.paths import local_path
-from qie.recipe import FAMILIES, Family, json_hash
+from qie.recipe import json_hash
 
 COMPONENT_CLASSES = {
     "vae": "AutoencoderKLQwenImage",

@@ -19,70 +19,11 @@ from qie.types import Row, Shape
 ENCODING_VERSION = 1
 """Raised whenever qie itself would compute other tensors from the same inputs."""
 
-NULL_PROMPT = " "
-"""What the released pipelines are called with for classifier-free guidance without a negative prompt."""
-
 LATER = ("thumbnail_px",)
 """Fields that recipes did not have at first; see `Recipe.to_dict`."""
 
 STORED_AS = {"share_prefix": "continued"}
 """Fields that format version 1 stores, and hashes, under another name than the configuration's."""
-
-_SYSTEM = (
-    "<|im_start|>system\n"
-    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "
-    "the user's text instruction should alter or modify the image. Generate a new image that meets the user's "
-    "requirements while maintaining consistency with the original input where appropriate.<|im_end|>\n"
-    "<|im_start|>user\n"
-)
-
-
-@dataclass(frozen=True)
-class Family:
-    """The values in which the members of the model family differ. The texts are those of diffusers' pipelines.
-
-    Attributes:
-        name: as in the configuration.
-        pipeline: class name of the diffusers pipeline, as in `model_index.json`.
-        area_px: image area that the VAE sees.
-        text_area_px: image area that Qwen2.5-VL sees; None when it sees the VAE's own image.
-        image_text: what stands for image number `{number}` in the text; `{pads}` becomes its image tokens.
-        max_controls: how many controls a row may have; None for any number.
-    """
-
-    name: str
-    pipeline: str
-    area_px: int
-    text_area_px: int | None
-    image_text: str
-    max_controls: int | None
-    before_prompt: str = _SYSTEM
-    after_prompt: str = "<|im_end|>\n<|im_start|>assistant\n"
-    drop_tokens: int = 64
-    multiple_px: int = 32
-
-
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family(
-            name="edit",
-            pipeline="QwenImageEditPipeline",
-            area_px=1024 * 1024,
-            text_area_px=None,
-            image_text="<|vision_start|>{pads}<|vision_end|>",
-            max_controls=1,
-        ),
-        Family(
-            name="edit_plus",
-            pipeline="QwenImageEditPlusPipeline",
-            area_px=1024 * 1024,
-            text_area_px=384 * 384,
-            image_text="Picture {number}: <|vision_start|>{pads}<|vision_end|>",
-            max_controls=None,
-        ),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -90,7 +31,7 @@ class Recipe:
     """Everything but the row itself that changes a sample's tensors.
 
     Attributes:
-        family: name in `FAMILIES`.
+        family: name in `qie.families.FAMILIES`.
         vae, text_encoder, tokenizer, processor: content hashes of the components, 64 hex characters each.
         areas_px: image areas for the VAE; see `qie.encode.images`.
         buckets_px: fixed sizes (width, height) instead of areas; empty for none.
@@ -197,12 +138,6 @@ def normal_prompt(prompt: str) -> str:
     encode those blanks; a file or a cell of a table has them by accident.
     """
     return unicodedata.normalize("NFC", prompt).strip()
-
-
-def template_digest(family: Family) -> str:
-    """Hash of all text around a prompt, and of what is dropped of it."""
-    texts = (family.before_prompt, family.image_text, family.after_prompt, str(family.drop_tokens), NULL_PROMPT)
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def canonical_json(value: object) -> str:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from qie.config import Config, LoraConfig, load_config, required
-from qie.config.moved import MOVED, moved
+from qie.config.renamed import MOVED, moved
 from qie.errors import ConfigError, GoneError
 from tests.builders import ROOT
 

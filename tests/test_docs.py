@@ -28,7 +28,8 @@ import qie
 import qie.legacy
 from qie.config import Config, load_config
 from qie.config.schema import DataConfig
-from qie.encode.images import FORMATS, MAX_RATIO
+from qie.encode.images import MAX_RATIO
+from qie.image_formats import IMAGE_FORMATS
 from qie.precompute.ray import RETRIES, TASKS_PER_SLOT
 from qie.shards.record import encode
 from qie.shards.table import COLUMNS
@@ -37,7 +38,7 @@ from qie.stores.retry import REQUEST_S, RETRY_S
 from qie.training import memory
 from qie.training.memory import Parameters, estimate
 from qie.training.model.lora import add_lora
-from qie.training.telling.metrics import StepMetrics
+from qie.training.reporting.metrics import StepMetrics
 from tests.builders import make_recipe, make_sample, write_shard
 from tests.conftest import ROOT
 from tools import command_docs, site_files
@@ -308,7 +309,10 @@ SENTENCES = [
     ("guides/s3.md", f"up to {RETRY_S:g} s (`QIE_STORE_RETRY_S`); a store that is silent for {REQUEST_S:g} s"),
     ("guides/s3.md", f"shuffled within {NUMBERS[DataConfig().block_size]} of them"),
     ("commands.md", f"`QIE_STORE_TIMEOUT_S` ({REQUEST_S:g}), `QIE_STORE_RETRY_S` ({RETRY_S:g})"),
-    ("encoding.md", f"qie reads {', '.join(FORMATS[:-1])} and {FORMATS[-1]},".replace("WEBP", "WebP")),
+    (
+        "encoding.md",
+        f"qie reads {' and '.join(', '.join(IMAGE_FORMATS).rsplit(', ', 1))},".replace("WEBP", "WebP"),
+    ),
     ("encoding.md", f"longer than {MAX_RATIO} times its width"),
     ("scaling.md", f"go in parts of {PART_BYTES // 2**20} MiB"),
     ("training.md", f"have not ended after {inspect.signature(PContext.close).parameters['timeout'].default} s"),
@@ -510,7 +514,7 @@ def test_the_readme_has_a_place_for_benchmarks() -> None:
 
 
 def test_the_files_that_the_design_names_are_there() -> None:
-    named = re.findall(r"`([\w/]+\.py)`", text_of(DOCS / "design.md").partition("## The house")[2])
+    named = re.findall(r"`([\w/]+\.py)`", text_of(DOCS / "design.md").partition("## The layers")[2])
     assert len(named) > 8
     assert [
         name for name in named if not any((ROOT / root / name).is_file() for root in ("", "qie", "qie/data/sources"))

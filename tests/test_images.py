@@ -273,3 +273,11 @@ def test_a_loss_mask_is_how_much_of_each_latent_pixel_is_bright(
     found = to_loss_mask(mask, mask.size, View((0, 0, 16, 24), (16, 24)))
     assert found.dtype == torch.uint8
     assert found.tolist() == expected
+
+
+def test_the_endings_of_files_are_those_of_formats_that_the_decoder_reads() -> None:
+    Image.init()
+    known = Image.registered_extensions()
+    assert {suffix: known[suffix] for suffix in IMAGE_SUFFIXES} == {
+        suffix: name for name, suffixes in IMAGE_FORMATS.items() for suffix in suffixes
+    }

@@ -34,7 +34,7 @@ from qie.shards.storage import find_indexes
 from qie.stats import Summary, summarise
 from qie.streams import open_stream
 from qie.training.output_dir import find_checkpoint
-from qie.training.telling.metrics import METRICS_FILE, read_metrics
+from qie.training.reporting.metrics import METRICS_FILE, read_metrics
 
 ROWS_SHOWN = 4
 STEPS = 10

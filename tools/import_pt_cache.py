@@ -46,10 +46,11 @@ import torch
 
 from qie.cli.common import Progress, explained
 from qie.errors import RowError, UsageError
+from qie.families import FAMILIES
 from qie.paths import local_path
 from qie.precompute.ranges import shard_ranges
 from qie.precompute.reshard import require_own
-from qie.recipe import FAMILIES, Recipe, normal_prompt
+from qie.recipe import Recipe, normal_prompt
 from qie.shards.index import Entry, Skipped, read_index
 from qie.shards.record import encode
 from qie.shards.storage import published

@@ -11,9 +11,9 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel
 from pydantic import ValidationError as PydanticError
 
-from qie.config.moved import MOVED, moved
+from qie.config.renamed import MOVED, moved
 from qie.config.schema import Config
-from qie.config.typed import MAX_CHARS, Key, Typed, dotted, expand, parse_yaml
+from qie.config.yaml_text import MAX_CHARS, Key, Typed, dotted, expand, parse_yaml
 from qie.errors import ConfigError
 
 T = TypeVar("T")

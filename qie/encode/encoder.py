@@ -34,8 +34,9 @@ from qie.encode.options import EncoderOptions, make_recipe
 from qie.encode.text import MAX_POSITIONS, Patches, PromptEmbeds, PromptEncoder, VisionFeatures, check_prompt
 from qie.encode.vae import VaeEncoder
 from qie.errors import QieError, RowError
+from qie.families import FAMILIES, NULL_PROMPT
 from qie.pretrained import PretrainedModel
-from qie.recipe import FAMILIES, NULL_PROMPT, Recipe, normal_prompt
+from qie.recipe import Recipe, normal_prompt
 from qie.shards.tensors import Stored, to_storage
 from qie.stages import Stage, Stages, in_turn
 from qie.types import Facts, Row, Sample, Shape

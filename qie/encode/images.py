@@ -21,6 +21,7 @@ import torch
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from qie.errors import RowError
+from qie.image_formats import IMAGE_FORMATS
 from qie.types import Augment
 
 Size = tuple[int, int]
@@ -30,9 +31,6 @@ MAX_RATIO = 200
 
 MAX_IMAGE_PX = 178_956_970
 """Pillow's own limit. Larger files are more often decompression bombs than photographs."""
-
-FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "AVIF")
-"""The formats that qie decodes. Pillow knows more, and starts other programs for some of them."""
 
 _PHOTOMETRIC = 262  # the tag of TIFF
 _SRGB_TOLERANCE = 16
@@ -95,7 +93,7 @@ def has_more_frames(content: bytes) -> bool:
 
 
 def _open(content: bytes) -> Image.Image:
-    return Image.open(io.BytesIO(content), formats=FORMATS)
+    return Image.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS))
 
 
 def _require_size(size: Size, what: str, max_px: int) -> None:

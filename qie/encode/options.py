@@ -11,8 +11,9 @@ import torch
 from qie.config import Config
 from qie.devices import resolve_dtype
 from qie.encode.images import MAX_IMAGE_PX, Size, resampling_digest
+from qie.families import Family, template_digest
 from qie.pretrained import PretrainedModel, content_hash, processor_hash
-from qie.recipe import ENCODING_VERSION, Family, Recipe, template_digest
+from qie.recipe import ENCODING_VERSION, Recipe
 
 HASHED = ("vae", "text_encoder", "tokenizer")
 """Components whose files are hashed for a recipe. The processor's hash is of its configuration alone."""

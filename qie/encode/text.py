@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qie.errors import ModelError, RowError
+from qie.families import NULL_PROMPT, Family
 from qie.pretrained import PretrainedModel, loading
-from qie.recipe import NULL_PROMPT, Family
 
 _SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 

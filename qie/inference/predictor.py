@@ -23,8 +23,8 @@ from qie.encode import Encoder
 from qie.encode.encoder import Picture, text_room
 from qie.encode.images import Size, choose_area
 from qie.errors import QieError, RowError, UsageError
+from qie.families import FAMILIES, NULL_PROMPT
 from qie.pretrained import PretrainedModel, loading
-from qie.recipe import FAMILIES, NULL_PROMPT
 from qie.training.model.load import load_scheduler, load_transformer
 from qie.training.model.lora import add_frozen_adapters
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from qie.errors import UsageError
 from qie.paths import local_path, require_writable
 from qie.report import sections
-from qie.report.looking import Look, look_at
+from qie.report.gallery import Look, look_at
 from qie.report.markup import Html, tag
 from qie.stats import Summary
 from qie.stores import File, LocalFolder

@@ -8,8 +8,8 @@ from math import erf, sqrt
 
 from qie.quantities import human_bytes
 from qie.report.charts import coverage_strip, histogram, legend, whiskers
+from qie.report.gallery import Card, Look
 from qie.report.latents import BINS, LatentStatistics
-from qie.report.looking import Card, Look
 from qie.report.markup import Html, counted, cut, foreign, join, long_list, note, panel, table, tag
 from qie.stats import Summary
 

@@ -39,7 +39,7 @@ from qie.training.output_dir import (
     remove_checkpoint,
     remove_leftovers,
 )
-from qie.training.telling.card import RunReport, write_card
+from qie.training.reporting.card import RunReport, write_card
 
 if TYPE_CHECKING:
     from qie.training.model.trainable import TrainableModel

@@ -19,10 +19,10 @@ from qie.training import checkpoint
 from qie.training.memory import explained_memory, plan_memory, tell_memory
 from qie.training.output_dir import checkpoints, find_resume, locked, remove_leftovers, remove_old
 from qie.training.processes import stop_requested
+from qie.training.reporting.card import Reporter, read_run, write_run
+from qie.training.reporting.metrics import MetricsFile, StepMetrics, Validation
+from qie.training.reporting.trackers import Trackers
 from qie.training.run import Run, SampleGenerator
-from qie.training.telling.card import Reporter, read_run, write_run
-from qie.training.telling.metrics import MetricsFile, StepMetrics, Validation
-from qie.training.telling.trackers import Trackers
 
 
 def _nothing(*_: object) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from qie.config import Config
 from qie.errors import UsageError
-from qie.training.telling.trackers import require_trackers
+from qie.training.reporting.trackers import require_trackers
 
 _START = "start several processes with torchrun or accelerate launch; for one, unset WORLD_SIZE and LOCAL_RANK"
 

@@ -38,7 +38,7 @@ from qie.training.model.trainable import TrainableModel
 from qie.training.objective import NoiseDraws, Objective, derive_seed
 from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
 from qie.training.output_dir import STATE_FILE
-from qie.training.telling.metrics import Speed, StepMetrics, Validation, by_level, peak_memory_bytes
+from qie.training.reporting.metrics import Speed, StepMetrics, Validation, by_level, peak_memory_bytes
 from qie.types import Batch
 
 SampleGenerator = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]

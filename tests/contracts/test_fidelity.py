@@ -23,9 +23,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from qie.encode.images import apply_view, choose_view, to_pixels
 from qie.encode.text import PromptEncoder
+from qie.families import FAMILIES, NULL_PROMPT
 from qie.inference import Predictor
 from qie.pretrained import PretrainedModel, open_pretrained
-from qie.recipe import FAMILIES, NULL_PROMPT
 from tests.conftest import AREA_PX
 
 GOLDEN = Path(__file__).resolve().parent.parent / "data" / "golden"

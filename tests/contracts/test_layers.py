@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 LAYERS = [
     ["errors", "types", "threads"],
     ["paths", "libraries"],
-    ["recipe", "hashing", "quantities", "stages"],
+    ["families", "hashing", "image_formats", "quantities", "recipe", "stages"],
     ["stores"],
     ["config"],
     ["pretrained", "devices"],

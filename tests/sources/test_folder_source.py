@@ -10,13 +10,13 @@ import pytest
 
 from qie.data.sources import (
     CONTROL_FOLDERS,
-    IMAGE_SUFFIXES,
     TARGET_FOLDERS,
     FolderSource,
     Source,
     open_source,
 )
 from qie.errors import RowError, SourceError
+from qie.image_formats import IMAGE_SUFFIXES
 from qie.stores import disk
 
 

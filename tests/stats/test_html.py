@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from qie.report import looking
+from qie.report import gallery
+from qie.report.gallery import LOOKED_AT, look_at, spread
 from qie.report.latents import LatentCounts
-from qie.report.looking import LOOKED_AT, look_at, spread
 from qie.report.markup import Html, join, shown, tag
 from qie.shards.index import Entry, Skipped
 from qie.shards.record import encode
@@ -285,8 +285,8 @@ def test_of_many_records_a_bounded_number_is_read_from_all_shards(
     for start in range(0, 90, 30):
         write_shard(tmp_path, [make_sample(start + n) for n in range(30)], start=start)
     read: list[int] = []
-    attempt = looking._attempt
-    monkeypatch.setattr(looking, "_attempt", lambda shard, entry: read.append(entry.row) or attempt(shard, entry))
+    attempt = gallery._attempt
+    monkeypatch.setattr(gallery, "_attempt", lambda shard, entry: read.append(entry.row) or attempt(shard, entry))
     indexes = find_indexes([tmp_path])
 
     look = look_at(indexes, summarise(indexes), gallery=10)

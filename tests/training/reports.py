@@ -6,7 +6,7 @@ import json
 
 from qie.config import Config
 from qie.recipe import Recipe
-from qie.training.telling.card import RunReport, library_versions, public_config
+from qie.training.reporting.card import RunReport, library_versions, public_config
 
 RECIPE = Recipe(
     family="edit",

@@ -17,7 +17,7 @@ import yaml
 from qie.config import load_config
 from qie.errors import QieError
 from qie.training.model.lora import save_adapter
-from qie.training.telling.card import (
+from qie.training.reporting.card import (
     CARD_FILE,
     RUN_FILE,
     card_text,

@@ -16,9 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from qie.training.flops import Architecture, step_flops
 from qie.training.objective import Objective
+from qie.training.reporting.card import read_run
+from qie.training.reporting.metrics import LEVELS, StepMetrics, by_level
 from qie.training.run import Run
-from qie.training.telling.card import read_run
-from qie.training.telling.metrics import LEVELS, StepMetrics, by_level
 from tests.training.runs import ROWS, Bench, checkpoint, lines, losses, names, validations
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from qie.training.checkpoint import load
 from qie.training.output_dir import checkpoints
-from qie.training.telling.card import read_run
+from qie.training.reporting.card import read_run
 from tests.conftest import ROOT
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines
 

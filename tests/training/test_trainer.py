@@ -22,8 +22,8 @@ from qie.training.model import trainable
 from qie.training.model.blocks import compile_blocks
 from qie.training.model.lora import adapter_tensors, add_lora, load_adapter
 from qie.training.objective import Objective
+from qie.training.reporting.card import read_run
 from qie.training.run import Run
-from qie.training.telling.card import read_run
 from tests.training.adapters import transformer_of
 from tests.training.runs import ADAPTER, ROWS, Bench, checkpoint, lines, losses, names, tree, validations
 

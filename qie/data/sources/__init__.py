@@ -1,7 +1,7 @@
 """Sources: anything that yields rows. Opened cheaply; a row's bytes are read when it is asked for."""
 
 from qie.data.sources.csv_source import CsvSource
-from qie.data.sources.folder import CONTROL_FOLDERS, IMAGE_SUFFIXES, TARGET_FOLDERS, FolderSource
+from qie.data.sources.folder import CONTROL_FOLDERS, TARGET_FOLDERS, FolderSource
 from qie.data.sources.huggingface import DatasetSource
 from qie.data.sources.jsonl_source import JsonlSource
 from qie.data.sources.kinds import open_source
@@ -12,7 +12,6 @@ from qie.data.sources.tars import TarSource
 
 __all__ = [
     "CONTROL_FOLDERS",
-    "IMAGE_SUFFIXES",
     "TARGET_FOLDERS",
     "CsvSource",
     "DatasetSource",

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from qie.data.sources.resolve import MAX_TEXT_BYTES, readable, row_bytes
 from qie.errors import RowError, SourceError
+from qie.image_formats import IMAGE_SUFFIXES
 from qie.recipe import normal_prompt
 from qie.stores import File, Folder
 from qie.types import Row
 
 TARGET_FOLDERS = ("training_images", "images", "target_images")
 CONTROL_FOLDERS = ("control_images", "control")
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 _BESIDE = re.compile(r"(.*)_(mask|control_\d+)")
 _CONTROL = re.compile(r"(.*)_control_\d+")

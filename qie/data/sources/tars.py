@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qie.data.sources.cells import NAME, PROMPT, PROMPT_LIST, Cells, checked_roles, roles_of
-from qie.data.sources.folder import IMAGE_SUFFIXES
 from qie.data.sources.lines import equal_pairs
 from qie.data.sources.resolve import MAX_TEXT_BYTES, readable, source_bytes, source_size
 from qie.data.sources.tar_members import iter_members
 from qie.errors import RowError, SourceError
+from qie.image_formats import IMAGE_SUFFIXES
 from qie.stores import WHOLE_BYTES, File, TooLargeError, require_whole
 from qie.types import Row
 

@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import QieError
+from qie.families import FAMILIES
 from qie.paths import local_path
 from qie.pretrained import PretrainedModel
-from qie.recipe import FAMILIES
 from qie.stores import LocalFolder
 from qie.training.model.adapter_file import ADAPTER_FILE
-from qie.training.telling.metrics import METRICS_FILE, read_metrics
+from qie.training.reporting.metrics import METRICS_FILE, read_metrics
 
 RUN_FILE = "run.json"
 CARD_FILE = "README.md"
@@ -55,7 +55,7 @@ class RunReport:
 
     Attributes:
         base_model: hub name or folder of the model that was trained.
-        family: name in `qie.recipe.FAMILIES`.
+        family: name in `qie.families.FAMILIES`.
         config: the configuration, see `public_config`.
         recipe: how rows were encoded, see `qie.recipe.Recipe.to_dict`.
         recipe_digest: its hash.

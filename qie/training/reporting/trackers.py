@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from PIL import Image
 
 from qie.config import Config
 from qie.errors import ConfigError
-from qie.training.telling.card import public_config
-from qie.training.telling.metrics import StepMetrics, Validation
+from qie.training.reporting.card import public_config
+from qie.training.reporting.metrics import StepMetrics, Validation
 
 _NAME_ARGUMENT = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
 
@@ -53,16 +54,7 @@ class Trackers:
 
     def step(self, metrics: StepMetrics) -> None:
         """Log the numbers of a step."""
-        numbers: dict[str, float | None] = {
-            "loss": metrics.loss,
-            "grad_norm": metrics.grad_norm,
-            "lr": metrics.lr,
-            "samples_per_s": metrics.samples_per_s,
-            "step_time_s": metrics.step_time_s,
-            "data_wait_s": metrics.data_wait_s,
-            "peak_memory_gb": metrics.peak_memory_bytes / 1e9,
-            "mfu": metrics.mfu,
-        }
+        numbers = {name: value for name, value in asdict(metrics).items() if name not in ("step", "loss_by_level")}
         self._log(metrics.step, numbers | _levels("loss", metrics.loss_by_level))
 
     def validation(self, step: int, found: Validation) -> None:
