@@ -32,6 +32,7 @@ from qie.encode.images import (
     to_pixels,
 )
 from qie.errors import RowError
+from qie.image_formats import IMAGE_FORMATS, IMAGE_SUFFIXES
 
 WHITE = "#ffffff"
 HEIGHT, WIDTH = 12, 20
