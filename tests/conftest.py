@@ -68,14 +68,18 @@ def _encoder(folder: Path, text_area_px: int | None = None):
     return Encoder.open(open_pretrained(str(folder)), vae_device=cpu, text_device=cpu, options=options)
 
 
-@pytest.fixture(autouse=True)
-def _one_run_per_process():
-    """Accelerate keeps its state for the whole process; each test starts without."""
-    yield
+def forget_accelerate() -> None:
+    """Accelerate keeps its state for the whole process; each test, and each run of a fixture, starts without."""
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def _one_run_per_process():
+    yield
+    forget_accelerate()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

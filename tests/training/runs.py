@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from qie.cli import train
 from qie.data.sources import open_source
 from qie.precompute import precompute
-from tests.conftest import AREA_PX
+from tests.conftest import AREA_PX, forget_accelerate
 
 ROWS = 9
 ADAPTER = "pytorch_lora_weights.safetensors"
@@ -56,6 +56,7 @@ class Bench:
 
         `code`: the expected exit code; None: any.
         """
+        forget_accelerate()
         result = CliRunner().invoke(train.main, self.words(output, *arguments, **settings))
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
