@@ -18,7 +18,7 @@ from safetensors import TensorSpec, serialize
 
 from qie.errors import ShardError
 from qie.recipe import canonical_json
-from qie.shards.tensors import BY_NAME, CHANNELS, DTYPES, TENSORS, Sizes, stored_tensors
+from qie.shards.tensors import BY_NAME, CHANNELS, DTYPES, REQUIRED, Sizes, stored_tensors
 from qie.types import Sample, Shape
 
 FORMAT_VERSION = 1
@@ -99,14 +99,21 @@ class Record:
 
     def sample(self) -> Sample:
         """The sample; its tensors share the record's memory."""
-        about = self._about
-        tensors = {BY_NAME[name].field or name: _view(entry, self._body) for name, entry in self._entries.items()}
-        flat = tensors.pop("control_latent").view(-1)
-        controls = torch.split(flat, [prod(shape) for shape in about.control_shapes])
+        about, flat = self._about, self._entries["control_latent"]
+        tensors = {
+            BY_NAME[name].field or name: _view(entry.dtype, entry.shape, *entry.data_offsets, self._body)
+            for name, entry in self._entries.items()
+            if entry is not flat
+        }
+        controls, at = [], flat.data_offsets[0]
+        for shape in about.control_shapes:
+            end = at + prod(shape) * DTYPES[flat.dtype].itemsize
+            controls.append(_view(flat.dtype, shape, at, end, self._body))
+            at = end
         return Sample(
             key=about.key,
             prompt=about.prompt,
-            control_latent=tuple(part.view(shape) for part, shape in zip(controls, about.control_shapes, strict=True)),
+            control_latent=tuple(controls),
             shared_prefix=about.shared_prefix,
             clipped=about.clipped,
             **tensors,  # type: ignore[arg-type]
@@ -209,25 +216,23 @@ def _entries(header: dict[str, Any], length: int, where: str) -> dict[str, _Tens
 
 def _require_types(entries: Mapping[str, _TensorEntry], where: str) -> None:
     """That the tensors are those of a sample, each of its type, and that none is empty but those that may be."""
-    if unknown := entries.keys() - BY_NAME.keys():
-        raise ShardError("the record has a tensor that the format does not know", where=where, found=sorted(unknown))
-    for stored in TENSORS:
-        entry = entries.get(stored.name)
-        if entry is None:
-            if stored.there is None:
-                raise ShardError(
-                    "a tensor is missing from the record", where=where, expected=stored.name, found=sorted(entries)
-                )
-            continue
+    if not entries.keys() <= BY_NAME.keys():
+        unknown = sorted(entries.keys() - BY_NAME.keys())
+        raise ShardError("the record has a tensor that the format does not know", where=where, found=unknown)
+    if not entries.keys() >= REQUIRED:
+        missing = min(REQUIRED - entries.keys())
+        raise ShardError("a tensor is missing from the record", where=where, expected=missing, found=sorted(entries))
+    for name, entry in entries.items():
+        stored = BY_NAME[name]
         if entry.dtype != stored.dtype or not (stored.flat or len(entry.shape) == stored.rank):
             raise ShardError(
-                f"{stored.name} has another type or rank",
+                f"{name} has another type or rank",
                 where=where,
                 expected=f"{stored.dtype} of {'any number of' if stored.flat else stored.rank} dimensions",
                 found=f"{entry.dtype} {list(entry.shape)}",
             )
         if 0 in entry.shape and not stored.may_be_empty:
-            raise ShardError(f"{stored.name} is empty", where=where, found=list(entry.shape))
+            raise ShardError(f"{name} is empty", where=where, found=list(entry.shape))
 
 
 def _sizes(entries: Mapping[str, _TensorEntry], about: _About, where: str) -> Sizes:
@@ -277,8 +282,7 @@ def _require_no_gaps(entries: Mapping[str, _TensorEntry], length: int, where: st
         raise ShardError("the record has bytes after its tensors", where=where, expected=at, found=length)
 
 
-def _view(entry: _TensorEntry, body: memoryview) -> torch.Tensor:
-    begin, end = entry.data_offsets
-    dtype = DTYPES[entry.dtype]
-    values = torch.frombuffer(body[begin:end], dtype=dtype) if begin < end else torch.empty(0, dtype=dtype)
-    return values.view(entry.shape)
+def _view(dtype: str, shape: tuple[int, ...], begin: int, end: int, body: memoryview) -> torch.Tensor:
+    kind = DTYPES[dtype]
+    values = torch.frombuffer(body[begin:end], dtype=kind) if begin < end else torch.empty(0, dtype=kind)
+    return values if len(shape) == 1 else values.view(shape)

@@ -107,6 +107,7 @@ TENSORS = (
     StoredTensor("thumbnail", "U8", 3, lambda of: (*of.thumbnail, 3), "picture", there=lambda of: of.thumbnail[0] > 0),
 )
 BY_NAME = {tensor.name: tensor for tensor in TENSORS}
+REQUIRED = {tensor.name for tensor in TENSORS if tensor.there is None}
 
 
 def stored_tensors(sample: Sample) -> dict[str, torch.Tensor]:
