@@ -53,7 +53,7 @@ class Samples(Protocol):
         """Whether a sample has a loss mask."""
 
     def fetch(self, position: int) -> Sample:
-        """The sample at a position; called from several threads. Its prompt may be missing."""
+        """The sample at a position; called from several threads."""
 
 
 class Plans(Protocol):

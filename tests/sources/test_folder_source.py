@@ -373,15 +373,6 @@ def test_further_captions_follow_in_the_order_of_their_numbers(folder: Folder, p
     assert source.read(1).more_prompts == () and names(source) == ["a", "a_b"]
 
 
-@pytest.mark.parametrize("numbers", [(2,), (1, 3), (0, 1), ("01",)])
-def test_a_gap_in_captions_is_refused(folder: Folder, numbers: tuple[object, ...]) -> None:
-    folder.row("a")
-    for number in numbers:
-        folder.add(folder.targets / f"a_prompt_{number}.txt")
-    with pytest.raises(RowError, match="its prompts are not numbered"):
-        folder.open().read(0)
-
-
 def test_the_prompt_of_a_row_that_is_called_like_a_caption_is_its_own(folder: Folder) -> None:
     folder.row("a")
     folder.row("a_prompt_1")
@@ -390,11 +381,14 @@ def test_the_prompt_of_a_row_that_is_called_like_a_caption_is_its_own(folder: Fo
 
 
 @pytest.mark.parametrize("numbers", [(2,), (1, 3), (0, 1), ("01",)])
-def test_a_gap_in_controls_is_refused(folder: Folder, numbers: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(("place", "kind", "ending"), [("targets", "prompt", "txt"), ("controls", "control", "png")])
+def test_a_gap_in_captions_or_controls_is_refused(
+    folder: Folder, place: str, kind: str, ending: str, numbers: tuple[object, ...]
+) -> None:
     folder.row("a")
     for number in numbers:
-        folder.add(folder.controls / f"a_control_{number}.png")
-    with pytest.raises(RowError, match="its controls are not numbered"):
+        folder.add(getattr(folder, place) / f"a_{kind}_{number}.{ending}")
+    with pytest.raises(RowError, match=f"its {kind}s are not numbered"):
         folder.open().read(0)
 
 
