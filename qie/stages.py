@@ -140,10 +140,10 @@ class Pipeline(Generic[A, B]):
         """
         channels = [_Channel(self._depth) for _ in range(len(self._stages) + 1)]
         threads = Threads()
-        threads.start("items", _feed, items, channels[0])
-        for stage, source, sink in zip(self._stages, channels, channels[1:], strict=False):
-            threads.start(stage.name, self._pump, stage, source, sink)
         try:
+            threads.start("items", _feed, items, channels[0])
+            for stage, source, sink in zip(self._stages, channels, channels[1:], strict=False):
+                threads.start(stage.name, self._pump, stage, source, sink)
             yield from channels[-1]
         finally:
             for channel in channels:

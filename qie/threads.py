@@ -46,9 +46,12 @@ class Threads:
         return self._asked.is_set() or (self._above is not None and self._above.asked)
 
     def start(self, name: str, work: Callable[..., object], *arguments: Any) -> None:
-        ended = threading.Event()
+        """Run `work` in a thread of its own. Interrupted by a signal, it either never runs or is waited for."""
+        ended, turn = threading.Event(), threading.Lock()
 
         def run() -> None:
+            if not turn.acquire(blocking=False):
+                return  # the start was interrupted before this line
             _mine.set(self)
             try:
                 with suppress(StoppedError):
@@ -58,8 +61,14 @@ class Threads:
 
         # A daemon: a second Ctrl-C ends the process without waiting for the item at work.
         thread = threading.Thread(target=run, name=f"qie-{name}", daemon=True)
-        self._running.append((thread, ended))
-        thread.start()
+        try:
+            self._running.append((thread, ended))
+            thread.start()
+        except BaseException:
+            if turn.acquire(blocking=False):
+                ended.set()
+            _left.append(ended)
+            raise
 
     def stop(self) -> None:
         """Ask them to stop, and wait until they have."""
@@ -71,7 +80,8 @@ class Threads:
         try:
             for thread, ended in self._running:
                 ended.wait()  # an interrupted `join` takes a thread for one that has ended
-                thread.join()
+                if thread.is_alive():  # not one whose start was interrupted
+                    thread.join()
         except BaseException:
             _left.extend(ended for _, ended in self._running)
             raise

@@ -226,6 +226,25 @@ def test_closed_early_it_ends_with_all_its_threads(workers: int, taken: int) -> 
     assert len(closed) == bool(taken), "the source was left open"
 
 
+@pytest.mark.parametrize("began", [True, False])
+@pytest.mark.parametrize("which", PLACES)
+def test_interrupted_while_its_threads_start_it_ends_with_all_of_them(
+    which: str, began: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != f"qie-{which}" or began:
+            start(thread)
+        if thread.name == f"qie-{which}":
+            raise SystemExit(143)  # as the handler of a signal does
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(SystemExit):
+        next(Pipeline(three()).run(iter(range(10**9))))
+    assert threads() == []
+
+
 def test_closed_while_a_stage_is_at_work_its_neighbours_end_and_it_is_waited_for() -> None:
     reached, release = threading.Event(), threading.Event()
 

@@ -185,7 +185,7 @@ class Engine:
                     report.loads, report.seconds = dict(pipeline.loads), time.monotonic() - started
                     self._progress(report)
         finally:
-            for writer in self._writers:
+            for writer in tuple(self._writers):  # a second signal leaves threads behind that still add some
                 writer.close()
         report.loads, report.seconds, report.shards_busy = dict(pipeline.loads), time.monotonic() - started, 0
         return report
