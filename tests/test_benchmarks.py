@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import re
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -35,44 +33,23 @@ def script(name: str) -> ModuleType:
     return importlib.import_module(name.removesuffix(".py"))
 
 
-def test_the_runner_knows_each_script() -> None:
+def test_the_runner_knows_each_script_and_its_options() -> None:
     known = script("run.py").SCRIPTS
     assert set(SCRIPTS) - {"run.py"} == set(known["cpu"])
     assert set(known["gpu"]) <= set(known["cpu"])
+    for kind in known.values():
+        for name, words in kind.items():
+            script(name).parser().parse_args(words.split())
 
 
-def test_readme_and_the_page_of_benchmarks_say_what_the_data_says() -> None:
+def test_readme_and_the_pages_of_benchmarks_and_scaling_say_what_the_data_says() -> None:
     tables, run = script("tables.py"), script("run.py")
     for page, text in tables.compared(tables.load(), run.SCRIPTS).items():
         assert page.read_text("utf-8") == text, f"{page.name}: run python benchmarks/run.py --none"
     assert tables.readme_table(tables.load()) in tables.README.read_text("utf-8")
-
-
-def test_scaling_says_what_the_data_and_the_arithmetic_say() -> None:
-    tables = script("tables.py")
-    page = tables.SCALING.read_text("utf-8")
-    assert page == tables.scaling_page(tables.load()), "run python benchmarks/run.py --none"
-    prices = script("paper.py").Prices()
-    table = page.partition("<!-- measured:begin -->")[2].partition("<!-- measured:end -->")[0]
-    first, *_, last = (float(rate.replace(",", "")) for rate in re.findall(r"([\d,]+)/s \|", table))
-    assert last < first / 2, "which the page says"
-    for price in (prices.storage_gb_month, 1000 * prices.put, round(1000 * prices.get, 4), int(prices.gpu_hour)):
-        assert f"{price} $" in page
-
-
-def test_another_figure_is_another_table() -> None:
-    tables = script("tables.py")
-    data = tables.load()
-    row = next(row for row in data["cpu"]["read.py"]["rows"] if row["key"] == "webdataset shuffled")
-    before = tables.readme_table(data), tables.full_table(data["cpu"], script("run.py").SCRIPTS["cpu"])
-    row["value"] *= 1.1
-    after = tables.readme_table(data), tables.full_table(data["cpu"], script("run.py").SCRIPTS["cpu"])
-    assert before[0] != after[0] and before[1] != after[1]
-
-
-def test_markers_that_are_missing_are_an_error() -> None:
-    with pytest.raises(ValueError, match="0 times"):
-        script("tables.py").filled("no markers", "benchmarks", "")
+    assert tables.SCALING.read_text("utf-8") == tables.scaling_page(tables.load()), (
+        "run python benchmarks/run.py --none"
+    )
 
 
 def test_stored_rows_are_well_formed_and_those_that_are_headlines_are_there() -> None:
@@ -97,15 +74,7 @@ def assert_well_formed(rows) -> None:
 
 @pytest.mark.parametrize(("name", "words"), COMMANDS, ids=[f"{name}{words}" for name, words in COMMANDS])
 def test_commands_of_the_docs_parse(name: str, words: str) -> None:
-    made = script(name).parser()
-    assert isinstance(made, argparse.ArgumentParser)
-    made.parse_args([word for word in shlex.split(words.replace("*", "")) if word != "FILE"] or [])
-
-
-def test_commands_of_the_runner_parse() -> None:
-    for kind in script("run.py").SCRIPTS.values():
-        for name, words in kind.items():
-            script(name).parser().parse_args(words.split())
+    script(name).parser().parse_args([word for word in shlex.split(words.replace("*", "")) if word != "FILE"] or [])
 
 
 # Small runs
@@ -150,34 +119,6 @@ def test_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = [pipeline.Stage(name, pipeline._sleep) for name in ("vae", "text")]
     rows = [*pipeline.overlap("artificial", "two", stages, lambda: [1, 2, 3], 1), *pipeline.engine(tmp_path, 20, 1)]
     assert [row.key for row in rows] == ["overlap artificial", "ideal artificial", "engine", "engine memory"]
-
-
-def test_encoders_and_training_steps_make_rows() -> None:
-    import torch
-
-    row = script("encoders.py").measure("key", "what", "peer", lambda: torch.ones(2), lambda: torch.zeros(2), 2)
-    assert row.runs == 2 and row.detail.endswith("differs by 1.0e+00")
-    step, variants = script("train_step.py"), script("variants.py")
-    ours = variants.Variant("qie")
-    found = {
-        variants.PLAIN_CACHED: variants.Measured([2.0, 4.0], [None, None]),
-        ours: variants.Measured([1.0, 1.0], [0.5, 0.5], 10**9),
-    }
-    models = script("models.py")
-    bench = models.Bench(Path(), models.SIZES["small"], torch.device("cpu"), 2, None)
-    (row,) = step.rows(ours, found, bench)
-    assert (row.low, row.value, row.high) == (2.0, 3.0, 4.0)
-    assert row.detail == "1.00 s, peer 3.00 s; 1.0 GB, MFU 50.0 %"
-
-
-def test_what_is_computed_of_caching_agrees_with_the_arithmetic() -> None:
-    claims, work = script("claims.py"), script("work.py")
-    rows = {row.key: row for row in claims.computed()}
-    step, cost = work.training(1024, checkpointing=True), work.encoding(1024)
-    speed = rows["computed qie 1024 checkpointing"]
-    assert speed.value == pytest.approx(1 + cost.ours / (step.model + step.recomputed)) and not speed.runs
-    assert cost.vision < cost.text < cost.ours < cost.plain < step.forward
-    assert all(replace(row, command="python benchmarks/claims.py").spread == "" for row in rows.values())
 
 
 def test_the_guides_say_what_encoding_and_its_samples_take() -> None:
