@@ -34,7 +34,7 @@ from samples import exhaust, write_shards
 from qie.config import Config
 from qie.families import FAMILIES
 from qie.pretrained import PretrainedModel
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from qie.training.objective import Objective, drop_captions
 from qie.training.processes import stop_requested
 from qie.training.reporting.metrics import MetricsFile

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from samples import RECIPE, made, record_of
 
-from qie.shards.compact import Compact, CompactShard, write_compact
+from qie.shards.compact_index import Compact, CompactShard, write_compact
 from qie.shards.index import Entry, ShardIndex, shard_stem
-from qie.shards.table import COLUMNS, Table
+from qie.shards.sample_table import COLUMNS, Table
 from qie.shards.writer import ShardWriter
 from qie.stores import LocalFolder
 from qie.types import Row

@@ -30,7 +30,7 @@ from qie.encode import Encoder, EncoderOptions
 from qie.precompute import Settings, precompute
 from qie.pretrained import open_pretrained, read_json
 from qie.stores import open_folder
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from qie.training.flops import Architecture, Flops, step_flops
 
 # In words of the template: those are whole tokens of the little tokenizer, too.

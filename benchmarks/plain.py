@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGe
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qie.data.sources import open_source
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from measuring import Results, Row, absolute, beside, figure, in_turn, seconds
 from measuring import parser as common
 
 from qie.data.plan import Plan, held_out, plan_epoch
-from qie.shards.table import Columns
+from qie.shards.sample_table import Columns
 from qie.types import Shape
 
 BATCH_SIZE = 8

@@ -30,7 +30,7 @@ from measuring import Results, Row, absolute, beside, figure, forget_peak, grown
 from measuring import parser as common
 
 from qie.data.stream import Stream
-from qie.shards.compact import COMPACT_NAME
+from qie.shards.compact_index import COMPACT_NAME
 from qie.shards.shard_set import ShardSet
 
 BATCH_SIZE = 8

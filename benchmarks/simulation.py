@@ -9,7 +9,7 @@ import numpy as np
 from many import SHARD_SIZE
 
 from qie.data.plan import Order, plan_epoch
-from qie.shards.table import Columns
+from qie.shards.sample_table import Columns
 from qie.types import Shape
 
 NODE = 8

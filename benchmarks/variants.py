@@ -16,7 +16,7 @@ from plain import plain_loop
 from qie.config import Config
 from qie.errors import QieError
 from qie.pretrained import open_pretrained
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from qie.training.run import Run
 
 

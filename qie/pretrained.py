@@ -15,7 +15,7 @@ from typing import Any
 
 from qie.errors import ModelError, QieError
 from qie.families import FAMILIES, Family
-from qie.hashing import file_hashes
+from qie.file_hashes import file_hashes
 from qie.paths import local_path
 from qie.recipe import json_hash
 

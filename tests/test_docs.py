@@ -30,7 +30,7 @@ from qie.encode.images import MAX_RATIO
 from qie.image_formats import IMAGE_FORMATS
 from qie.precompute.ray import RETRIES, TASKS_PER_SLOT
 from qie.shards.record import encode
-from qie.shards.table import COLUMNS
+from qie.shards.sample_table import COLUMNS
 from qie.stores.objects import PART_BYTES
 from qie.stores.retry import REQUEST_S, RETRY_S
 from qie.training import memory

@@ -16,7 +16,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage
 from PIL import Image
 
-import qie.hashing
+import qie.file_hashes
 from qie.data.sources import open_source
 from qie.encode import Encoder
 from qie.encode import vae as vae_module
@@ -24,7 +24,7 @@ from qie.encode.images import to_pixels
 from qie.encode.text import PromptEncoder
 from qie.encode.vae import VaeEncoder
 from qie.errors import ModelError, RowError
-from qie.hashing import file_hashes
+from qie.file_hashes import file_hashes
 from qie.precompute import precompute
 from qie.pretrained import content_hash, open_pretrained
 from qie.shards.record import encode
@@ -295,7 +295,7 @@ def test_a_hash_is_remembered_and_a_second_start_reads_nothing(
 ) -> None:
     path = settled(tmp_path / "weights", b"weights")
     first = file_hashes([path])
-    monkeypatch.setattr(qie.hashing, "_hash", lambda path: pytest.fail("hashed again"))
+    monkeypatch.setattr(qie.file_hashes, "_hash", lambda path: pytest.fail("hashed again"))
     assert file_hashes([path]) == first
 
 
@@ -334,7 +334,7 @@ def test_hashes_that_are_remembered_at_once_are_all_remembered(
 ) -> None:
     """As two components of a model are hashed by two threads, or models by two processes."""
     paths = [settled(tmp_path / f"weights {number}", b"weights") for number in range(8)]
-    together, recall = threading.Barrier(len(paths)), qie.hashing._recall
+    together, recall = threading.Barrier(len(paths)), qie.file_hashes._recall
     waited = threading.local()
 
     def recalled_together() -> dict[str, str]:
@@ -344,7 +344,7 @@ def test_hashes_that_are_remembered_at_once_are_all_remembered(
             together.wait()
         return known
 
-    monkeypatch.setattr(qie.hashing, "_recall", recalled_together)
+    monkeypatch.setattr(qie.file_hashes, "_recall", recalled_together)
     with ThreadPoolExecutor(len(paths)) as pool:
         list(pool.map(file_hashes, [[path] for path in paths]))
     assert {name.partition("|")[0] for name in recall()} == {str(path) for path in paths}

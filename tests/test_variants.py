@@ -22,7 +22,7 @@ from qie.errors import QieError, RowError
 from qie.precompute import Settings, precompute
 from qie.shards.index import Entry
 from qie.shards.shard_set import ShardSet
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from qie.types import Augment, Batch, Row
 from tests.stubs import RECIPE, StubEncoder, StubSource
 

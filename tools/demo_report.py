@@ -21,19 +21,19 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from PIL import Image
 
-from qie.libraries import quiet_imports, quiet_libraries
+from qie.quiet import quiet_imports, quiet_libraries
 
 quiet_imports()
 from qie.config import Config, load_config
 from qie.encode.images import decode_image
-from qie.opening import open_predictor, open_rows
+from qie.from_config import open_predictor, open_rows
 from qie.quantities import human_bytes
 from qie.recipe import Recipe
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import find_indexes
 from qie.stats import Summary, summarise
-from qie.streams import open_stream
-from qie.training.output_dir import find_checkpoint
+from qie.stream_chooser import open_stream
+from qie.training.checkpoint_folders import find_checkpoint
 from qie.training.reporting.metrics import METRICS_FILE, read_metrics
 
 ROWS_SHOWN = 4

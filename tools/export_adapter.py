@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from qie.errors import QieError
-from qie.libraries import quiet_libraries
 from qie.paths import local_path
 from qie.pretrained import open_pretrained
+from qie.quiet import quiet_libraries
 from qie.training.model.adapter_file import export_adapter
 from qie.training.model.lora import merge_adapter
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qie.libraries import quiet_imports
+from qie.quiet import quiet_imports
 
 quiet_imports()
 import diffusers

@@ -82,9 +82,9 @@ def main(
     if prepare := click.get_current_context().obj:
         prepare()
     from qie.config import load_config, required
-    from qie.libraries import quiet_libraries
-    from qie.opening import open_encoder, open_rows, precompute_config, worker_configs
+    from qie.from_config import open_encoder, open_rows, precompute_config, worker_configs
     from qie.precompute.estimate import estimate_precompute
+    from qie.quiet import quiet_libraries
     from qie.stores import open_folder
 
     config = load_config(config_path, [*overrides, *_devices(options)])
@@ -139,7 +139,7 @@ def _devices(options: dict[str, Any]) -> list[str]:
 
 
 def _settings(config: Config, options: dict[str, Any]) -> Settings:
-    from qie.opening import variants
+    from qie.from_config import variants
     from qie.precompute import Settings
 
     names = ("on_error", "retry_skipped", "trust_published", "reuse")
@@ -213,7 +213,7 @@ def _finish(skipped: Sequence[Skipped], most: int = 20) -> None:
 
 def run() -> None:
     """The command in a process of its own, which does nothing else afterwards."""
-    from qie.libraries import spare_imports
+    from qie.quiet import spare_imports
 
     main(obj=spare_imports)
 

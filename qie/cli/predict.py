@@ -57,10 +57,10 @@ def main(
     The text field qie of a PNG holds its settings. Existing files are overwritten.
     """
     from qie.config import load_config
+    from qie.from_config import open_predictor
     from qie.inference.requests import Sampling, check_requests, embed_requests, iter_generated
-    from qie.libraries import quiet_libraries
-    from qie.opening import open_predictor
     from qie.paths import local_path
+    from qie.quiet import quiet_libraries
 
     requests = _requests(**asked)
     measures = None if size is None else parse_size(size)

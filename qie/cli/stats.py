@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from qie.report.decoding import VaeDecoder
+    from qie.html_report.decoding import VaeDecoder
     from qie.stats import EpochPlan, Explanation, Summary
     from qie.stores import File
 
@@ -117,13 +117,13 @@ def _summarise(
 
 def _open_page(options: dict[str, Any]) -> tuple[Path, VaeDecoder | None]:
     """The page's file, and the decoder of its pictures, checked before any work."""
-    from qie.report import check_place
+    from qie.html_report import check_place
 
     path = check_place(options["html"])
     if options["vae"] is None:
         return path, None
-    from qie.libraries import quiet_libraries
-    from qie.report.decoding import VaeDecoder
+    from qie.html_report.decoding import VaeDecoder
+    from qie.quiet import quiet_libraries
 
     quiet_libraries()
     return path, VaeDecoder(options["vae"])
@@ -137,7 +137,7 @@ def _write_page(
     options: dict[str, Any],
     quiet: bool,
 ) -> Summary:
-    from qie.report import LOOKED_AT, write_report
+    from qie.html_report import LOOKED_AT, write_report
 
     (path, decoder), gallery = page, options["gallery"]
     with Progress("looking", max(gallery, LOOKED_AT) + gallery, "samples", quiet=quiet) as progress:
@@ -162,8 +162,8 @@ def _count(place: str) -> int:
 def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool) -> None:
     """Exits with 1 for rows and indexes that cannot be read; a missing row is an answer."""
     from qie.config import load_config
-    from qie.libraries import quiet_libraries
-    from qie.opening import open_encoder, open_rows, variants
+    from qie.from_config import open_encoder, open_rows, variants
+    from qie.quiet import quiet_libraries
     from qie.stats import explain_rows
 
     quiet_libraries()
@@ -191,7 +191,7 @@ def _plan(indexes: Sequence[File], options: dict[str, Any], as_json: bool) -> No
 
 
 def _compact(indexes: Sequence[File], quiet: bool) -> None:
-    from qie.shards.compact import write_compact
+    from qie.shards.compact_index import write_compact
     from qie.shards.shard_set import compacted
 
     for folder in {index.folder.url: index.folder for index in indexes}.values():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
-    from qie.streams import Telling
+    from qie.stream_chooser import Telling
     from qie.training.loop import Listener
 
 
@@ -46,13 +46,13 @@ def main(
     Ctrl-C finishes the current step, saves a checkpoint and exits with 0; go on with --resume latest.
     """
     from qie.config import load_config
-    from qie.libraries import quiet_libraries
-    from qie.opening import open_accelerator, open_samples
+    from qie.from_config import open_accelerator, open_samples
     from qie.paths import local_path
     from qie.pretrained import open_pretrained
-    from qie.streams import open_training_stream
+    from qie.quiet import quiet_libraries
+    from qie.stream_chooser import open_training_stream
+    from qie.training.checkpoint_folders import find_resume
     from qie.training.loop import train
-    from qie.training.output_dir import find_resume
 
     config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
     model = config.model
@@ -98,7 +98,7 @@ def _interruptible() -> Iterator[None]:
 @contextmanager
 def _told(quiet: bool) -> Iterator[Telling]:
     """Progress while rows are checked, and lines; those that matter are shown with --quiet, too."""
-    from qie.streams import Telling
+    from qie.stream_chooser import Telling
 
     with ExitStack() as bars:
         looking: list[Progress] = []
@@ -120,7 +120,7 @@ def _listener(progress: Progress, output_dir: Path) -> Listener:
     from qie.training.loop import Listener
 
     def save_images(step: int, images: Sequence[Image.Image]) -> None:
-        from qie.inference.samples import save_samples  # with diffusers' pipelines: only for a run with samples
+        from qie.inference.sample_images import save_samples  # with diffusers' pipelines: only for a run with samples
 
         save_samples(images, output_dir, step)
 

@@ -19,8 +19,8 @@ from qie.data.variants import Variants
 from qie.errors import QieError, RowError, ShardError
 from qie.recipe import Recipe
 from qie.shards.index import Skipped
+from qie.shards.sample_table import Columns, numbered
 from qie.shards.shard_set import ShardSet
-from qie.shards.table import Columns, numbered
 from qie.stages import Pipeline, Stage, Stages
 from qie.types import Facts, Row, Sample
 

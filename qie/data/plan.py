@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qie.errors import UsageError
-from qie.shards.table import Columns
+from qie.shards.sample_table import Columns
 
 PLAN_VERSION = 2
 """Raised when the same samples and seed would be ordered otherwise: a breaking change."""

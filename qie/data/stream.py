@@ -24,7 +24,7 @@ from qie.data.plan import Plan, PlannedBatch, PlanSettings, held_out
 from qie.errors import UsageError
 from qie.recipe import Recipe
 from qie.shards.index import Skipped
-from qie.shards.table import Columns
+from qie.shards.sample_table import Columns
 from qie.threads import submit
 from qie.types import Batch, Sample
 

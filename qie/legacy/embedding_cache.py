@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from qie.errors import ShardError, UsageError
-from qie.hashing import file_hashes
+from qie.file_hashes import file_hashes
 from qie.legacy.names import missing
 from qie.legacy.settings import CacheConfig
 from qie.paths import local_path

@@ -23,15 +23,15 @@ from qie.devices import resolve_device, resolve_dtype
 from qie.encode import Encoder
 from qie.errors import GoneError, UsageError
 from qie.families import NULL_PROMPT
+from qie.from_config import open_accelerator, open_encoder, open_predictor, open_rows, variants
 from qie.inference import Predictor, free, load_vae
 from qie.legacy.dataset import ImageDataset, pictures
 from qie.legacy.embedding_cache import check_cache_exists
 from qie.legacy.names import ignored, missing
 from qie.legacy.settings import changed, require_frozen
-from qie.opening import open_accelerator, open_encoder, open_predictor, open_rows, variants
 from qie.precompute import Report, Settings, precompute
 from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
-from qie.streams import open_training_stream
+from qie.stream_chooser import open_training_stream
 from qie.training.loop import Outcome, save_checkpoint, train
 from qie.training.model.adapter_file import ADAPTER_FILE, export_adapter, find_adapter
 from qie.training.model.load import load_scheduler

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from qie.errors import ShardError, UsageError
-from qie.shards.compact import ManifestFolder
+from qie.shards.compact_index import ManifestFolder
 from qie.shards.index import parse_stem, read_index
 from qie.stores import (
     File,

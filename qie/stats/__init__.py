@@ -1,7 +1,7 @@
 """Facts about shards, all from their indexes: their content, why a row is not in them, and a preview of an epoch."""
 
+from qie.stats.epoch_preview import EpochPlan, preview_epoch
 from qie.stats.explain import Explanation, explain_rows
-from qie.stats.planning import EpochPlan, preview_epoch
 from qie.stats.summary import Coverage, Range, Summary, merged, one_line, summarise
 
 __all__ = [

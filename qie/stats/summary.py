@@ -16,7 +16,7 @@ import numpy as np
 
 from qie.errors import QieError
 from qie.recipe import Recipe
-from qie.shards.compact import Compact
+from qie.shards.compact_index import Compact
 from qie.shards.index import ShardIndex, Skipped, parse_stem, read_index
 from qie.shards.reader import Shard
 from qie.shards.shard_set import current_compact, require_disjoint

@@ -15,7 +15,7 @@ from qie.stores.contract import (
 from qie.stores.disk import LocalFolder
 from qie.stores.objects import ObjectFolder
 from qie.stores.patterns import glob_files, is_glob, matching_files, spelled_out
-from qie.stores.places import REMOTE_SCHEMES, File, open_folder, scheme_of, unreadable
+from qie.stores.urls import REMOTE_SCHEMES, File, open_folder, scheme_of, unreadable
 
 __all__ = [
     "REMOTE_SCHEMES",

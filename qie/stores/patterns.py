@@ -14,7 +14,7 @@ from qie.errors import UsageError
 from qie.paths import local_path
 from qie.stores.contract import Folder
 from qie.stores.disk import LocalFolder
-from qie.stores.places import File, open_folder, scheme_of
+from qie.stores.urls import File, open_folder, scheme_of
 
 MAX_NAMES = 1_000_000
 

@@ -32,7 +32,7 @@ from qie.config import Config
 from qie.errors import ModelError, QieError, UsageError
 from qie.pretrained import PretrainedModel, content_hash
 from qie.stores import LocalFolder, StoreError
-from qie.training.output_dir import (
+from qie.training.checkpoint_folders import (
     STATE_FILE,
     checkpoint_folder,
     checkpoints,

@@ -16,13 +16,14 @@ from qie.data.stream import Stream
 from qie.errors import QieError
 from qie.pretrained import PretrainedModel
 from qie.training import checkpoint
+from qie.training.checkpoint_folders import checkpoints, find_resume, remove_leftovers, remove_old
 from qie.training.memory import explained_memory, plan_memory, tell_memory
-from qie.training.output_dir import checkpoints, find_resume, locked, remove_leftovers, remove_old
 from qie.training.processes import stop_requested
 from qie.training.reporting.card import Reporter, read_run, write_run
 from qie.training.reporting.metrics import MetricsFile, StepMetrics, Validation
 from qie.training.reporting.trackers import Trackers
 from qie.training.run import Run, SampleGenerator
+from qie.training.run_lock import locked
 
 
 def _nothing(*_: object) -> None:

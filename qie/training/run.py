@@ -32,12 +32,12 @@ from qie.training.checkpoint import (
     require_same,
     require_steps,
 )
+from qie.training.checkpoint_folders import STATE_FILE
 from qie.training.model.load import load_shift
 from qie.training.model.sharding import TensorFiles, require_finite, whole
 from qie.training.model.trainable import TrainableModel
 from qie.training.objective import NoiseDraws, Objective, derive_seed
 from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
-from qie.training.output_dir import STATE_FILE
 from qie.training.reporting.metrics import Speed, StepMetrics, Validation, by_level, peak_memory_bytes
 from qie.types import Batch
 

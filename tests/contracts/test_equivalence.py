@@ -16,7 +16,7 @@ from qie.data.stream import Stream
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
 from qie.shards.shard_set import ShardSet
-from qie.streams import Telling, open_stream, open_training_stream
+from qie.stream_chooser import Telling, open_stream, open_training_stream
 from qie.types import Batch
 from tests.conftest import AREA_PX
 from tests.stream.checks import spoil

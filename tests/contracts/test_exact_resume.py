@@ -14,7 +14,7 @@ from qie.data.stream import Stream
 from qie.errors import UsageError
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from qie.training.loop import Listener, train
 from tests.stubs import StubEncoder, StubSource
 

@@ -9,8 +9,8 @@ from tests.conftest import ROOT
 # From the lowest to the highest. Modules on one line do not know each other.
 LAYERS = [
     ["errors", "types", "threads"],
-    ["paths", "libraries"],
-    ["families", "hashing", "image_formats", "quantities", "recipe", "stages"],
+    ["paths", "quiet"],
+    ["families", "file_hashes", "image_formats", "quantities", "recipe", "stages"],
     ["stores"],
     ["config"],
     ["pretrained", "devices"],
@@ -18,8 +18,8 @@ LAYERS = [
     ["data", "encode"],
     ["precompute", "training"],
     ["inference", "stats"],
-    ["opening", "report"],
-    ["streams"],
+    ["from_config", "html_report"],
+    ["stream_chooser"],
     ["legacy"],
     ["cli"],
 ]
@@ -89,7 +89,7 @@ def test_only_cli_knows_click_and_no_command_imports_anything_heavy_before_it_ru
 
 def test_training_and_data_never_import_encoders() -> None:
     for name, path in modules():
-        if package(name) in ("data", "training", "shards", "stats", "precompute", "report"):
+        if package(name) in ("data", "training", "shards", "stats", "precompute", "html_report"):
             assert not any(imported.startswith("qie.encode") for imported, _ in imports(path)), name
 
 

@@ -14,7 +14,7 @@ from qie.precompute import Settings, precompute
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import published
 from qie.stats import summarise
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from qie.types import Shape
 
 

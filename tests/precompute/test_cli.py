@@ -128,7 +128,7 @@ def test_parts_write_what_one_run_writes_and_one_without_rows_says_so(config: Pa
 
 COMMAND = "import sys; from qie.cli.precompute import run; sys.argv[0] = 'qie-precompute'; run()"
 WORKER = (
-    "import sys; from qie.opening import open_worker; from qie.config import load_config; "
+    "import sys; from qie.from_config import open_worker; from qie.config import load_config; "
     "open_worker(load_config(sys.argv[2]))[1].stages"
 )
 

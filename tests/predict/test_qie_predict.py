@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from qie.cli import predict
 from qie.config import AdapterConfig, load_config
 from qie.errors import QieError, RowError
+from qie.from_config import open_samples
 from qie.inference import predictor as inference
 from qie.inference import requests
 from qie.inference.predictor import Conditions, Predictor
-from qie.opening import open_samples
 from qie.pretrained import open_pretrained
 from qie.training.model.adapter_file import ADAPTER_FILE
 from qie.training.model.load import save_transformer

@@ -17,8 +17,8 @@ from transformers import Qwen2_5_VLModel
 from qie.cli import predict
 from qie.config import AdapterConfig, Config, LoraConfig, load_config
 from qie.errors import UsageError
-from qie.inference.samples import save_samples
-from qie.opening import open_predictor, open_samples
+from qie.from_config import open_predictor, open_samples
+from qie.inference.sample_images import save_samples
 from qie.pretrained import PretrainedModel, open_pretrained
 from qie.training.model.load import load_transformer
 from qie.training.model.lora import add_frozen_adapters, add_lora, save_adapter
@@ -284,7 +284,7 @@ def test_without_samples_nothing_is_opened(config, monkeypatch: pytest.MonkeyPat
 def test_a_sample_that_cannot_be_generated_is_named_before_anything_is_loaded(
     config, controls, monkeypatch: pytest.MonkeyPatch, wrong: dict, where: str, what: str
 ) -> None:
-    monkeypatch.setattr("qie.opening.inference_encoder", None)
+    monkeypatch.setattr("qie.from_config.inference_encoder", None)
     good = config.validation.samples[0]
     if wrong.get("images") == "twice":
         wrong = {"images": [str(path) for path in controls]}

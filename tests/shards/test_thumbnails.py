@@ -18,12 +18,12 @@ from qie.encode import Encoder, EncoderOptions
 from qie.encode.images import to_thumbnail
 from qie.errors import ShardError
 from qie.precompute import precompute
-from qie.shards.compact import read_compact, write_compact
+from qie.shards.compact_index import read_compact, write_compact
 from qie.shards.index import ShardIndex, read_index
 from qie.shards.reader import Shard
 from qie.shards.shard_set import ShardSet, compacted
 from qie.stores import File, open_folder
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from qie.types import Shape
 from tests.builders import (
     RECIPE,

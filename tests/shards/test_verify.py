@@ -16,12 +16,12 @@ from click.testing import CliRunner
 
 from qie.cli import stats
 from qie.errors import QieError
-from qie.shards.compact import COMPACT_NAME, read_compact, write_compact
+from qie.shards.compact_index import COMPACT_NAME, read_compact, write_compact
 from qie.shards.index import member_name
 from qie.shards.reader import Shard
+from qie.shards.sample_table import COLUMNS
 from qie.shards.shard_set import ShardSet, compacted
 from qie.shards.storage import find_indexes
-from qie.shards.table import COLUMNS
 from qie.stats import Summary, summarise
 from qie.stores import LocalFolder, open_folder
 from qie.stores.objects import ObjectFolder

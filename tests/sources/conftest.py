@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qie.data.sources import kinds, resolve
-from qie.stores import Folder, LocalFolder, patterns, places
+from qie.stores import Folder, LocalFolder, patterns, urls
 from tests.s3 import s3, s3_server  # noqa: F401
 from tests.sources.tables import Bucket, Table
 
@@ -23,7 +23,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """s3://bucket is a folder of this machine."""
     root = Bucket("s3://bucket", LocalFolder(tmp_path))
 
-    opened = places.open_folder
+    opened = urls.open_folder
 
     def open_folder(url: str) -> Folder:
         if not str(url).startswith("s3:"):
@@ -34,7 +34,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
             folder = folder.child(name) if name else folder
         return folder
 
-    for module in (kinds, resolve, patterns, places):
+    for module in (kinds, resolve, patterns, urls):
         monkeypatch.setattr(module, "open_folder", open_folder)
     resolve._store.cache_clear()
     yield root

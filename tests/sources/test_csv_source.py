@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 
-from qie.data.sources import csv_source, open_source
+import qie.data.sources.csv as csv_source
+from qie.data.sources import open_source
 from qie.errors import RowError, SourceError
 from tests.sources.tables import Table, names, paths, refused
 

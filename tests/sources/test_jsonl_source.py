@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.sources import jsonl_source, open_source
+import qie.data.sources.jsonl as jsonl_source
+from qie.data.sources import open_source
 from qie.errors import RowError, SourceError
 from tests.sources.tables import Table, names, refused, values
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from qie.report import gallery
-from qie.report.gallery import LOOKED_AT, look_at, spread
-from qie.report.latents import LatentCounts
-from qie.report.markup import Html, join, shown, tag
+from qie.html_report import gallery
+from qie.html_report.gallery import LOOKED_AT, look_at, spread
+from qie.html_report.latents import LatentCounts
+from qie.html_report.markup import Html, join, shown, tag
 from qie.shards.index import Entry, Skipped
 from qie.shards.record import encode
 from qie.shards.storage import find_indexes
@@ -315,7 +315,7 @@ def test_colours_can_be_told_from_what_is_behind_them() -> None:
 
 
 def test_the_pages_files_are_part_of_the_package() -> None:
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["qie.report"]
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["qie.html_report"]
     folder = ROOT / "qie" / "report"
     others = {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
     assert others == {path.name for pattern in data for path in folder.glob(pattern)} != set()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from qie.errors import QieError, ShardError, UsageError
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from tests.builders import make_sample, rewrite_index, write_shard
 from tests.conftest import ROOT
 
@@ -132,7 +132,7 @@ def test_a_weight_of_a_source_that_is_not_there_is_refused_with_those_that_are(s
 
 _MANY = """
 import resource, sys
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 print(sum(len(batch) for batch in open_stream(sys.argv[1])))
 """

@@ -18,7 +18,7 @@ from qie.data.sources import open_source
 from qie.errors import QieError, RecipeMismatchError, UsageError
 from qie.precompute import precompute
 from qie.shards.shard_set import ShardSet
-from qie.streams import Choice, Telling, choose, open_training_stream
+from qie.stream_chooser import Choice, Telling, choose, open_training_stream
 from tests.conftest import AREA_PX, ROOT
 from tests.stream.checks import all_facts, spoil
 

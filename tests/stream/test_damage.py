@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qie.errors import QieError
-from qie.shards.compact import COMPACT_NAME, write_compact
+from qie.shards.compact_index import COMPACT_NAME, write_compact
 from qie.shards.reader import Shard
 from qie.shards.shard_set import ShardSet, compacted
 from qie.stores import open_folder

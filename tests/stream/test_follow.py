@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from qie.data.follow import GrowingPlans, GrowingSamples
+from qie.data.keep import Keep, KeptSamples
 from qie.data.plan import PlanSettings
 from qie.data.stream import Stream
-from qie.data.tiers import Keep, KeptSamples
 from qie.errors import QieError, UsageError
 from qie.precompute import precompute
 from qie.shards.shard_set import ShardSet
 from qie.stores import open_folder
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from qie.types import Batch
 from tests.stubs import StubEncoder, StubSource
 

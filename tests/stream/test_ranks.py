@@ -23,7 +23,7 @@ _RANK = """
 import json, sys
 from datetime import timedelta
 import torch.distributed as dist
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 
 shards, meeting, rank, world_size = *sys.argv[1:3], *map(int, sys.argv[3:])
 dist.init_process_group(

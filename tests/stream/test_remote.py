@@ -19,12 +19,12 @@ import pytest
 
 from qie.errors import QieError
 from qie.shards.cache import ShardCache
-from qie.shards.compact import COMPACT_NAME, write_compact
+from qie.shards.compact_index import COMPACT_NAME, write_compact
 from qie.shards.shard_set import compacted
 from qie.shards.storage import find_indexes
 from qie.stats import summarise
 from qie.stores import open_folder
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from tests.faulty_proxy import FaultyProxy, every
 from tests.s3 import S3
 from tests.stream.checks import Facts, all_facts, write

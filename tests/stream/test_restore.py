@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from qie.data.keep import Keep
 from qie.data.plan import PLAN_VERSION
 from qie.data.stream import Stream
-from qie.data.tiers import Keep
 from qie.errors import QieError
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from tests.conftest import ROOT
 from tests.stream.checks import all_facts, assert_restores_everywhere, epoch_after_epoch, facts, write
 from tests.stubs import StubEncoder, StubSource
@@ -237,7 +237,7 @@ def test_threads_and_batches_ahead_are_no_part_of_a_state(shards: Path) -> None:
 _TRAIN = """
 import json, os, sys
 from pathlib import Path
-from qie.streams import open_stream
+from qie.stream_chooser import open_stream
 from tests.stream.checks import facts
 
 shards, checkpoint = sys.argv[1], Path(sys.argv[2])

@@ -19,7 +19,8 @@ from qie.errors import QieError, UsageError
 from qie.paths import is_at, open_locked
 from qie.training import output_dir as module
 from qie.training.checkpoint import OPTIMIZER_FILE, RunState, RunTensors, load, save
-from qie.training.output_dir import LOCK_FILE, checkpoints, find_checkpoint, find_resume, locked, remove_old
+from qie.training.checkpoint_folders import checkpoints, find_checkpoint, find_resume, remove_old
+from qie.training.run_lock import LOCK_FILE, locked
 from tests.training.reports import report
 
 STREAM = {"epoch": 1, "position": 3, "of": {"seed": 1}}
@@ -201,7 +202,7 @@ def test_a_checkpoint_whose_removal_is_cut_short_is_none_any_more(
 HOLDING = """
 import sys
 from pathlib import Path
-from qie.training.output_dir import locked
+from qie.training.run_lock import locked
 
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from qie.training.checkpoint import load
-from qie.training.output_dir import checkpoints
+from qie.training.checkpoint_folders import checkpoints
 from qie.training.reporting.card import read_run
 from tests.conftest import ROOT
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines

@@ -9,7 +9,7 @@ import torch
 
 from qie.config import Config
 from qie.errors import QieError
-from qie.opening import open_accelerator
+from qie.from_config import open_accelerator
 from qie.pretrained import open_pretrained
 from qie.training.model.trainable import TrainableModel
 

@@ -1,9 +1,9 @@
 """Sources: anything that yields rows. Opened cheaply; a row's bytes are read when it is asked for."""
 
-from qie.data.sources.csv_source import CsvSource
+from qie.data.sources.csv import CsvSource
 from qie.data.sources.folder import CONTROL_FOLDERS, TARGET_FOLDERS, FolderSource
 from qie.data.sources.huggingface import DatasetSource
-from qie.data.sources.jsonl_source import JsonlSource
+from qie.data.sources.jsonl import JsonlSource
 from qie.data.sources.kinds import open_source
 from qie.data.sources.mixture import Mixture, MixturePart, SourceSpec
 from qie.data.sources.parquet import ParquetSource

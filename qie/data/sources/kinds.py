@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from qie.data.sources.csv_source import CsvSource
+from qie.data.sources.csv import CsvSource
 from qie.data.sources.folder import CONTROL_FOLDERS, TARGET_FOLDERS, FolderSource
 from qie.data.sources.huggingface import DatasetSource, is_saved_dataset
-from qie.data.sources.jsonl_source import JsonlSource
+from qie.data.sources.jsonl import JsonlSource
 from qie.data.sources.mixture import Mixture, SourceSpec
 from qie.data.sources.parquet import ParquetSource
 from qie.data.sources.source import Source

@@ -36,7 +36,7 @@ from qie.config import AdapterConfig
 from qie.errors import ConfigError, QieError, UsageError
 from qie.paths import local_path
 from qie.stores import LocalFolder
-from qie.training.output_dir import find_checkpoint
+from qie.training.checkpoint_folders import find_checkpoint
 
 Format = Literal["diffusers", "comfyui"]
 

@@ -169,7 +169,7 @@ def public_config(config: Config) -> dict[str, Any]:
 
 
 def data_digest(digests: NDArray[np.uint8]) -> str:
-    """SHA-256 over the samples' keys, [N, 32] as in `qie.shards.table.Table`, in ascending order, not in theirs."""
+    """SHA-256 over the samples' keys, [N, 32] as in `sample_table.Table`, in ascending order, not in theirs."""
     return hashlib.sha256(np.sort(np.ascontiguousarray(digests).view("V32"), axis=0).tobytes()).hexdigest()
 
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from qie.errors import QieError, ShardError
-from qie.report.latents import CHANNELS, LatentCounts, LatentStatistics
+from qie.html_report.latents import CHANNELS, LatentCounts, LatentStatistics
 from qie.shards.index import Entry
 from qie.shards.reader import Shard, checked_sample
 from qie.shards.storage import rows_of

@@ -16,11 +16,11 @@ from safetensors.numpy import load, save
 
 from qie.data.plan import plan_epoch
 from qie.errors import RecipeMismatchError, ShardError
-from qie.shards.compact import COMPACT_NAME, Compact, _digest, read_compact, write_compact
+from qie.shards.compact_index import COMPACT_NAME, Compact, _digest, read_compact, write_compact
 from qie.shards.index import Skipped
+from qie.shards.sample_table import COLUMNS
 from qie.shards.shard_set import ShardSet, compacted
 from qie.shards.storage import find_indexes, published
-from qie.shards.table import COLUMNS
 from qie.stores import File, Folder, LocalFolder, open_folder
 from qie.stores.objects import ObjectFolder
 from qie.types import Sample
@@ -571,7 +571,7 @@ def test_one_whose_header_lies_is_one_clear_error(folder: Path, header: bytes, l
 
 
 def test_one_of_another_version_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qie.shards.compact.COMPACT_VERSION", 0)
+    monkeypatch.setattr("qie.shards.compact_index.COMPACT_VERSION", 0)
     compact(folder)
     monkeypatch.undo()
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from qie.data.stream import Samples
 from qie.recipe import Recipe
 from qie.shards.index import Skipped
-from qie.shards.table import Columns
+from qie.shards.sample_table import Columns
 from qie.shards.tensors import TENSORS, Kind
 from qie.types import Sample
 

@@ -16,15 +16,15 @@ import torch
 
 from qie.config import Config, required
 from qie.data.follow import GrowingPlans, GrowingSamples
+from qie.data.keep import Keep, KeptSamples
 from qie.data.live import LiveSamples, RowEncoder, RowFacts, look_at_rows
 from qie.data.plan import PlanSettings
 from qie.data.sources import Source, SourceSpec, open_source
 from qie.data.stream import Samples, Stream
-from qie.data.tiers import Keep, KeptSamples
 from qie.data.variants import Variants
 from qie.errors import QieError, RecipeMismatchError, ShardError, SourceError, UsageError
-from qie.hashing import bytes_to_hash
-from qie.opening import LaterEncoder, open_encoder, open_rows, variants
+from qie.file_hashes import bytes_to_hash
+from qie.from_config import LaterEncoder, open_encoder, open_rows, variants
 from qie.paths import local_path
 from qie.pretrained import PretrainedModel, content_files
 from qie.quantities import human_bytes
@@ -464,7 +464,7 @@ class _Opening:
         if isinstance(samples, LiveSamples) and samples.lacking:
             quick_turns()  # encoders work beside the training step
             settings["threads"] = max(settings["threads"], len(samples.encoder.stages))
-        keep = tiers(self.config, self.accelerator.device)
+        keep = keep_of(self.config, self.accelerator.device)
         return Stream.over(KeptSamples(samples, keep) if keep else samples, **settings, accepted=accepted)
 
 
@@ -488,7 +488,7 @@ def stream_settings(config: Config, accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def tiers(config: Config, gpu: torch.device) -> Keep | None:
+def keep_of(config: Config, gpu: torch.device) -> Keep | None:
     """What of the samples stays in memory; None for nothing."""
     keep = config.cache.keep
     devices = {"none": None, "cpu": torch.device("cpu"), "gpu": gpu}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from qie.report.markup import Html, join, tag
+from qie.html_report.markup import Html, join, tag
 from qie.stats import Coverage, Range, merged
 
 CELLS = 400

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qie.errors import UsageError
+from qie.html_report import sections
+from qie.html_report.gallery import Look, look_at
+from qie.html_report.markup import Html, tag
 from qie.paths import local_path, require_writable
-from qie.report import sections
-from qie.report.gallery import Look, look_at
-from qie.report.markup import Html, tag
 from qie.stats import Summary
 from qie.stores import File, LocalFolder
 
 if TYPE_CHECKING:
-    from qie.report.decoding import VaeDecoder
+    from qie.html_report.decoding import VaeDecoder
 
 ENDINGS = (".html", ".htm")
 
@@ -55,7 +55,9 @@ def render(
         verified: every shard was rehashed.
         other_vae: pictures were decoded by another VAE than the recipe names.
     """
-    style, script = (Html(files("qie.report").joinpath(name).read_text("utf-8")) for name in ("page.css", "page.js"))
+    style, script = (
+        Html(files("qie.html_report").joinpath(name).read_text("utf-8")) for name in ("page.css", "page.js")
+    )
     looked_at = look.latents.samples if look.latents else 0
     parts = (
         sections.faults(summary),

@@ -10,8 +10,8 @@ import numpy as np
 
 from qie.data.plan import Tail, plan_epoch, require_batch_size
 from qie.errors import UsageError
+from qie.shards.sample_table import Table
 from qie.shards.shard_set import ShardSet, open_shards
-from qie.shards.table import Table
 from qie.stores import File
 
 

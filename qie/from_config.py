@@ -1,4 +1,4 @@
-"""From a configuration to its objects: encoder, rows, workers, accelerator, predictor. Streams: `qie.streams`.
+"""From a configuration to its objects: encoder, rows, workers, accelerator, predictor. Streams: `qie.stream_chooser`.
 
 Each function imports its own libraries: a training run on shards loads no encoder, and precompute no accelerate.
 """
@@ -19,8 +19,8 @@ from qie.data.sources import Source, SourceSpec, open_source
 from qie.data.variants import Variants
 from qie.devices import resolve_device, resolve_dtype
 from qie.errors import RowError, UsageError
-from qie.libraries import quiet_libraries, spare_imports
 from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
+from qie.quiet import quiet_libraries, spare_imports
 from qie.recipe import Recipe
 from qie.stages import Stages, quick_turns
 from qie.stores import Folder
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from qie.encode import Encoder
     from qie.inference import Predictor
-    from qie.inference.samples import SampleImages
+    from qie.inference.sample_images import SampleImages
     from qie.precompute import Report, Settings
     from qie.types import Facts, Row, Sample
 
@@ -216,7 +216,7 @@ def open_samples(config: Config, device: torch.device) -> SampleImages | None:
     """
     if not config.validation.samples:
         return None
-    from qie.inference.samples import SampleImages, embed_samples, read_samples
+    from qie.inference.sample_images import SampleImages, embed_samples, read_samples
 
     model, named = config.model, config.predict.devices.text_encoder
     pretrained = open_pretrained(model.pretrained_model_name_or_path, model.family, (*ENCODERS, "scheduler"))

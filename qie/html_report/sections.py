@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from math import erf, sqrt
 
+from qie.html_report.charts import coverage_strip, histogram, legend, whiskers
+from qie.html_report.gallery import Card, Look
+from qie.html_report.latents import BINS, LatentStatistics
+from qie.html_report.markup import Html, counted, cut, foreign, join, long_list, note, panel, table, tag
 from qie.quantities import human_bytes
-from qie.report.charts import coverage_strip, histogram, legend, whiskers
-from qie.report.gallery import Card, Look
-from qie.report.latents import BINS, LatentStatistics
-from qie.report.markup import Html, counted, cut, foreign, join, long_list, note, panel, table, tag
 from qie.stats import Summary
 
 MOST_PROMPT = 400

@@ -23,7 +23,7 @@ from qie.errors import ShardError
 from qie.recipe import Recipe, canonical_json
 from qie.shards.index import ShardIndex, Skipped, first_fault, is_digest, parse_stem, recipe_fields
 from qie.shards.record import Whole
-from qie.shards.table import COLUMNS, HASH_BYTES, Table
+from qie.shards.sample_table import COLUMNS, HASH_BYTES, Table
 from qie.shards.tensors import Sizes, total_bytes
 from qie.stores import File, Folder, MissingError, ObjectFolder
 from qie.types import Shape

@@ -1,75 +1,17 @@
-"""train.output_dir: one run at a time, the checkpoints in it, which of them a run resumes from, and which stay."""
+"""The checkpoints in train.output_dir: their names, which of them a run resumes from, and which stay."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from io import BufferedWriter
 from pathlib import Path
 
-from qie.errors import QieError, UsageError
-from qie.paths import local_path, open_locked
+from qie.errors import UsageError
+from qie.paths import local_path
+from qie.training.run_lock import require_folder
 
 STATE_FILE = "state.json"
-LOCK_FILE = ".lock"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
-
-
-@contextmanager
-def locked(output_dir: Path) -> Iterator[None]:
-    """Within, no other run uses the folder. It is made, and removed again if it stays empty.
-
-    One process of a run takes the lock for all of them.
-
-    Raises:
-        UsageError: another run uses the folder, or it is no folder.
-        QieError: it cannot be written.
-    """
-    require_folder(output_dir)
-    made = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]
-    path = output_dir / LOCK_FILE
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        lock = _taken(path)
-    except BlockingIOError as error:
-        raise UsageError(
-            "another run is training into this folder",
-            where=output_dir,
-            found=path.read_text(errors="replace")[:200] or None,
-            hint="wait for it to end, or give this run its own train.output_dir",
-        ) from error
-    except OSError as error:
-        raise QieError("train.output_dir cannot be written", where=output_dir, found=error.strerror or error) from error
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)  # another run that opened it meanwhile sees, under the lock, that it is gone
-        lock.close()
-        for folder in made:
-            with suppress(OSError):  # not empty, or in use
-                folder.rmdir()
-
-
-def _taken(path: Path) -> BufferedWriter:
-    """The lock's file, which says who holds the lock."""
-    lock = open_locked(path, wait=False)
-    try:
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        lock.flush()
-    except BaseException:
-        lock.close()
-        raise
-    return lock
-
-
-def require_folder(output_dir: Path) -> None:
-    """Raise UsageError when something else has the folder's name."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise UsageError("train.output_dir is no folder", where=output_dir)
 
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
