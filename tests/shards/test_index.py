@@ -73,6 +73,9 @@ def test_an_index_survives_its_file_read_from_a_path_a_file_or_a_url(
     monkeypatch.chdir(tmp_path)
     assert read_index(path.name) == read_index(File(LocalFolder(Path()), path.name)) == make_index()
     assert read_index(path).samples[1].shape == Shape((4, 6), ((2, 3), (4, 6))), "height, then width"
+    assert [one.row for one in read_index(path).accounts] == [8, 9, 10, 11], "entries and skipped rows in order"
+    none = ShardIndex(8, 8, 10240, "3" * 64, RECIPE, {}, (), ())
+    assert read_index(write(tmp_path, none.to_json(), "00000008-00000008")) == none
 
 
 def test_an_entry_says_what_its_row_and_its_sample_say() -> None:
@@ -114,12 +117,6 @@ def test_an_index_from_before_sources_variants_and_inputs_is_read(tmp_path: Path
     assert read_index(write(tmp_path, json.dumps(values))) == replace(index, samples=entries)
 
 
-def test_an_index_of_no_rows_survives_its_file(tmp_path: Path) -> None:
-    index = ShardIndex(8, 8, 10240, "3" * 64, RECIPE, {}, (), ())
-
-    assert read_index(write(tmp_path, index.to_json(), "00000008-00000008")) == index
-
-
 def test_an_index_has_one_spelling_and_the_fields_of_the_format() -> None:
     text = make_index().to_json()
     values = json.loads(text)
@@ -140,21 +137,13 @@ def test_an_index_has_one_spelling_and_the_fields_of_the_format() -> None:
     ]
 
 
-# Names
-
-
-def test_a_shard_is_named_after_its_rows() -> None:
-    assert shard_stem(0, 64) == "00000000-00000064"
-    assert shard_stem(99_999_999, 100_000_063) == "99999999-100000063"
-    for rows in ((0, 0), (0, 64), (99_999_999, 100_000_063)):
-        assert parse_stem(shard_stem(*rows)) == rows
-
-
-@pytest.mark.parametrize(
-    "stem", ["", "0-64", "0000000-00000064", "00000000_00000064", "00000000-00000064.tar", "x00000000-00000064", "-1-1"]
-)
-def test_a_name_that_is_no_range_is_no_shard(stem: str) -> None:
-    assert parse_stem(stem) is None
+def test_a_shard_is_named_after_its_rows_and_no_other_name_is_a_range() -> None:
+    names = {"00000000-00000064": (0, 64), "99999999-100000063": (99_999_999, 100_000_063), "00000000-00000000": (0, 0)}
+    for stem, rows in names.items():
+        assert (shard_stem(*rows), parse_stem(stem)) == (stem, rows)
+    stem = "00000000-00000064"
+    for other in ("", "0-64", stem[1:], stem.replace("-", "_"), f"{stem}.tar", f"x{stem}", "-1-1"):
+        assert parse_stem(other) is None
 
 
 # Each defect by name
@@ -279,15 +268,10 @@ def test_an_index_that_is_wrong_is_refused_by_what_is_wrong(
         assert error.found == found or str(found) in str(error.found)
 
 
-@pytest.mark.parametrize("stem", ["00000008-00000013", "00000007-00000012"])
-def test_another_range_than_the_name_is_refused(tmp_path: Path, stem: str) -> None:
-    error = refused(write(tmp_path, make_index().to_json(), stem))
-
-    assert error.what == "the index is of another range than its name"
-    assert error.found == [8, 12]
-
-
-def test_a_name_that_says_no_range_says_nothing(tmp_path: Path) -> None:
+def test_another_range_than_the_name_is_refused_and_a_name_that_says_none_says_nothing(tmp_path: Path) -> None:
+    for stem in ("00000008-00000013", "00000007-00000012"):
+        error = refused(write(tmp_path, make_index().to_json(), stem))
+        assert (error.what, error.found) == ("the index is of another range than its name", [8, 12])
     assert read_index(write(tmp_path, make_index().to_json(), "photos 1")) == make_index()
 
 
@@ -310,84 +294,10 @@ def test_an_index_that_is_not_what_its_own_hash_says_is_refused(tmp_path: Path, 
     assert refused(write(tmp_path, change(sealed))).found == "its SHA-256 is another one than it says"
 
 
-@pytest.mark.parametrize("stop", [10**15, 10**18])
-def test_a_range_of_more_rows_than_memory_holds_is_refused(tmp_path: Path, stop: int) -> None:
-    index = replace(make_index(), start=0, stop=stop)
+def test_a_range_of_more_rows_than_memory_holds_is_refused(tmp_path: Path) -> None:
+    index = replace(make_index(), start=0, stop=10**18)
 
-    assert refused(write(tmp_path, index.to_json(), shard_stem(0, stop))).what == "the rows of the index do not add up"
-
-
-# Several variants of a row
-
-
-def make_variants(*found: str | tuple[int, int], start: int = 8, stop: int = 12) -> ShardIndex:
-    """An index of rows by (row, variant); `str` is a skipped one, such as "9.1"."""
-    sample = make_sample(0)
-    entries = [replace(make_entry(sample, one[0]), variant=one[1]) for one in found if isinstance(one, tuple)]
-    gone = [tuple(map(int, one.split("."))) for one in found if isinstance(one, str)]
-    skipped = [replace(make_skipped(row), variant=variant) for row, variant in gone]
-    files = {member_name(sample.key): Member(512, 4000, "1" * 64)} if entries else {}
-    return ShardIndex(start, stop, 20480, "3" * 64, RECIPE, files, tuple(entries), tuple(skipped))
-
-
-SOUND_VERSIONS: dict[str, list[str | tuple[int, int]]] = {
-    "one each": [(8, 0), (9, 0), (10, 0), (11, 0)],
-    "several": [(8, 0), (8, 1), (8, 2), (9, 0), (10, 0), (10, 1), (11, 0)],
-    "the first skipped": ["8.0", (8, 1), (9, 0), (10, 0), (11, 0)],
-    "one between skipped": [(8, 0), "8.1", (8, 2), (9, 0), (10, 0), (11, 0)],
-    "the last skipped": [(8, 0), (9, 0), (10, 0), (11, 0), (11, 1), "11.2"],
-    "all skipped": ["8.0", "8.1", "9.0", "10.0", "11.0", "11.1"],
-}
-
-
-@pytest.mark.parametrize("found", SOUND_VERSIONS.values(), ids=SOUND_VERSIONS)
-def test_variants_of_a_row_survive_their_file(tmp_path: Path, found: list[str | tuple[int, int]]) -> None:
-    index = make_variants(*found)
-
-    assert read_index(write(tmp_path, index.to_json())) == index
-
-
-def test_accounts_are_all_variants_of_all_rows_in_order() -> None:
-    index = make_variants((10, 1), (8, 0), (10, 0), (11, 0), "10.2", "9.0", "8.1")
-
-    found = [(type(one).__name__, one.row, one.variant) for one in index.accounts]
-
-    assert found == [
-        ("Entry", 8, 0),
-        ("Skipped", 8, 1),
-        ("Skipped", 9, 0),
-        ("Entry", 10, 0),
-        ("Entry", 10, 1),
-        ("Skipped", 10, 2),
-        ("Entry", 11, 0),
-    ]
-
-
-BROKEN_VERSIONS: dict[str, list[str | tuple[int, int]]] = {
-    "a gap": [(8, 0), (8, 2), (9, 0), (10, 0), (11, 0)],
-    "a gap before a skipped one": [(8, 0), "8.2", (9, 0), (10, 0), (11, 0)],
-    "none with number 0": [(8, 1), (9, 0), (10, 0), (11, 0)],
-    "none with number 0, the last row": [(8, 0), (9, 0), (10, 0), (11, 1)],
-    "one twice": [(8, 0), (8, 1), (8, 1), (9, 0), (10, 0), (11, 0)],
-    "one twice, first": [(8, 0), (8, 0), (8, 1), (9, 0), (10, 0), (11, 0)],
-    "one in both lists": [(8, 0), (8, 1), "8.1", (9, 0), (10, 0), (11, 0)],
-    "two that make up for each other": [(8, 0), (8, 0), (9, 1), (9, 2), (10, 0), (11, 0)],
-    "a missing row": [(8, 0), (8, 1), (10, 0), (11, 0)],
-    "a missing first row": [(9, 0), (9, 1), (10, 0), (11, 0)],
-    "a missing last row": [(8, 0), (9, 0), (10, 0), (10, 1)],
-    "variants of a row before": [(7, 0), (7, 1), (8, 0), (9, 0), (10, 0), (11, 0)],
-    "variants of a row behind": [(8, 0), (9, 0), (10, 0), (11, 0), (12, 0), (12, 1)],
-    "a later variant of a row behind": [(8, 0), (9, 0), (10, 0), (11, 0), (12, 1)],
-    "a row behind in place of one": [(8, 0), (9, 0), (10, 0), "12.0"],
-    "none at all": [],
-}
-
-
-@pytest.mark.parametrize("found", BROKEN_VERSIONS.values(), ids=BROKEN_VERSIONS)
-def test_variants_that_do_not_add_up_are_refused(tmp_path: Path, found: list[str | tuple[int, int]]) -> None:
-    error = refused(write(tmp_path, make_variants(*found).to_json()))
-
-    assert error.what == "the rows of the index do not add up"
+    assert refused(write(tmp_path, index.to_json(), shard_stem(0, 10**18))).what == ODD_ROWS
 
 
 # And any other damage
@@ -399,7 +309,7 @@ def test_a_mutated_index_is_an_index_or_a_shard_error(tmp_path: Path, mutated: s
     text = without_own_hash(make_index().to_json())
     mutate = _mutated_text if mutated == "text" else mutated_json
 
-    outcomes = {_outcome(write(tmp_path, mutate(text, dice))) for _ in range(250)}
+    outcomes = {_outcome(write(tmp_path, mutate(text, dice))) for _ in range(150)}
 
     assert outcomes <= {ShardIndex, ShardError} and ShardError in outcomes
 
