@@ -171,7 +171,7 @@ def open_stream(
         known = look_at_rows(source, encoder, variants, progress, stored)
         samples = LiveSamples(source, encoder, variants, known, stored)
         settings["threads"] = max(settings.get("threads", 2), len(encoder.stages))
-    return Stream.over(KeptSamples(samples, keep) if keep else samples, batch_size, **settings)
+    return Stream.over(samples, batch_size, kept=KeptSamples(keep) if keep else None, **settings)
 
 
 def _listed(places: Places) -> Iterable[str | Path]:
@@ -208,12 +208,18 @@ def open_training_stream(
     told = telling or Telling()
     telling = told if accelerator.is_main_process else Telling(say=_nothing)
     opening = _Opening(config, pretrained, accelerator, choice, telling, told.say)
-    return getattr(opening, choice.kind)()  # type: ignore[no-any-return]
+    ways: dict[Kind, Callable[[], Stream]] = {
+        "shards": opening.shards,
+        "live": opening.live,
+        "write_through": opening.write_through,
+        "follow": opening.follow,
+    }
+    return ways[choice.kind]()
 
 
 @dataclass(frozen=True)
 class _Opening:
-    """The four ways to a stream, each named as its kind. `warn` tells, in any process, of what only it finds."""
+    """The four ways to a stream. `warn` tells, in any process, of what only it finds."""
 
     config: Config
     pretrained: PretrainedModel
@@ -465,7 +471,7 @@ class _Opening:
             quick_turns()  # encoders work beside the training step
             settings["threads"] = max(settings["threads"], len(samples.encoder.stages))
         keep = keep_of(self.config, self.accelerator.device)
-        return Stream.over(KeptSamples(samples, keep) if keep else samples, **settings, accepted=accepted)
+        return Stream.over(samples, **settings, accepted=accepted, kept=KeptSamples(keep) if keep else None)
 
 
 def stream_settings(config: Config, accelerator: Accelerator) -> dict[str, Any]:

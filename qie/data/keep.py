@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from qie.data.stream import Samples
-from qie.recipe import Recipe
-from qie.shards.index import Skipped
-from qie.shards.sample_table import Columns
 from qie.shards.tensors import TENSORS, Kind
 from qie.types import Sample
 
@@ -39,40 +33,20 @@ class Keep:
 
 
 class KeptSamples:
-    """`samples`, of which tensors are kept when they were fetched. The bytes are the same."""
+    """The samples of a stream whose tensors are kept when they were first read. `bytes` says how much that is."""
 
-    def __init__(self, samples: Samples, keep: Keep) -> None:
-        self.samples, self.keep = samples, keep
+    def __init__(self, keep: Keep) -> None:
+        self.keep = keep
         self.bytes = 0
         self._kept: dict[int, Sample | dict[str, Any]] = {}
         self._lock = threading.Lock()
 
-    @property
-    def columns(self) -> Columns:
-        return self.samples.columns
-
-    @property
-    def digests(self) -> NDArray[np.uint8]:
-        return self.samples.digests
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.samples.recipe
-
-    @property
-    def skipped(self) -> Sequence[Skipped]:
-        return self.samples.skipped
-
-    @property
-    def masked(self) -> bool:
-        return self.samples.masked
-
-    def fetch(self, position: int) -> Sample:
-        """As `samples` gives it; not read again if all of it is kept."""
+    def fetch(self, position: int, read: Callable[[int], Sample]) -> Sample:
+        """As `read` gives it, which is not called again if all of the sample is kept. The bytes are the same."""
         kept = self._kept.get(position)
         if isinstance(kept, Sample):
             return kept
-        sample = self.samples.fetch(position)
+        sample = read(position)
         if kept is None:
             kept = self._moved(sample)
             with self._lock:

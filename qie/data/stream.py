@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from qie.data.batch import collate
+from qie.data.keep import KeptSamples
 from qie.data.plan import Plan, PlannedBatch, PlanSettings, held_out
 from qie.errors import UsageError
 from qie.recipe import Recipe
@@ -167,6 +168,7 @@ class Stream(IterableDataset[Batch]):
         threads: how many are prepared at once.
         pinned: batches are in page-locked memory; by default when there is a GPU.
         accepted: how the recipe of the samples differs from the configuration's, which its owner accepts; for reports.
+        kept: keeps samples in memory after their first use; None reads them again.
     """
 
     samples: Samples
@@ -177,6 +179,7 @@ class Stream(IterableDataset[Batch]):
     threads: int = 2
     pinned: bool = field(default_factory=torch.cuda.is_available)
     accepted: tuple[str, ...] = ()
+    kept: KeptSamples | None = None
     epoch: int = field(default=0, init=False)
     position: int = field(default=0, init=False)
 
@@ -197,6 +200,7 @@ class Stream(IterableDataset[Batch]):
         prefetch: int = 2,
         threads: int = 2,
         accepted: tuple[str, ...] = (),
+        kept: KeptSamples | None = None,
         **settings: Any,
     ) -> Self:
         """The stream of samples that are all known.
@@ -207,7 +211,7 @@ class Stream(IterableDataset[Batch]):
         """
         require_rank(rank, world_size)
         plans = FixedPlans(samples, PlanSettings(batch_size * world_size, **settings))
-        return cls(samples, plans, rank, world_size, prefetch, threads, accepted=accepted)
+        return cls(samples, plans, rank, world_size, prefetch, threads, accepted=accepted, kept=kept)
 
     @property
     def plan(self) -> Plan:
@@ -272,8 +276,12 @@ class Stream(IterableDataset[Batch]):
 
     def load(self, planned: PlannedBatch) -> Batch:
         """The batch of a plan's entry."""
-        fetched = {position: self.samples.fetch(position) for position in dict.fromkeys(planned.positions)}
+        fetched = {position: self._fetch(position) for position in dict.fromkeys(planned.positions)}
         return collate([fetched[position] for position in planned.positions], planned, pinned=self.pinned)
+
+    def _fetch(self, position: int) -> Sample:
+        read = self.samples.fetch
+        return self.kept.fetch(position, read) if self.kept else read(position)
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the start of an epoch."""

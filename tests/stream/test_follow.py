@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qie.data.follow import GrowingPlans, GrowingSamples
-from qie.data.keep import Keep, KeptSamples
+from qie.data.keep import Keep
 from qie.data.plan import PlanSettings
 from qie.data.stream import Stream
 from qie.errors import QieError, UsageError
@@ -182,9 +182,9 @@ def test_what_is_kept_in_memory_is_what_was_read(whole: Path, keep: Keep) -> Non
     for _ in range(3):
         for one, other in zip(plain, kept, strict=True):
             assert_same(one, other)
-    assert isinstance(kept.samples, KeptSamples)
-    assert kept.samples.bytes <= keep.budget_bytes
-    assert (kept.samples.bytes > 0) == (keep.budget_bytes > 0)
+    assert kept.kept is not None
+    assert kept.kept.bytes <= keep.budget_bytes
+    assert (kept.kept.bytes > 0) == (keep.budget_bytes > 0)
 
 
 def test_samples_kept_whole_are_not_read_again(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
