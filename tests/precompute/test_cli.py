@@ -72,35 +72,26 @@ def test_the_log_is_json_lines_with_stages_and_the_bottleneck(config: Path, tmp_
     assert all("time" in line and line["seconds"] >= 0 for line in (first, second))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [["--vae-device", "cpu"], ["--text-device", "cpu"], ["--engine", "ray"]],
-    ids=lambda more: more[0],
-)
-def test_devices_exclude_other_ways_to_say_where(config: Path, tmp_path: Path, more: list[str]) -> None:
-    result = run(config, "--devices", "cpu,cpu", *more, "--output", tmp_path / "out", code=2)
-    assert "--devices excludes" in result.stderr
-    assert not (tmp_path / "out").exists()
+LOG = "missing/log"
+REFUSED = {
+    **{
+        f"devices beside {more[0]}": (["--devices", "cpu,cpu", *more], "--devices excludes")
+        for more in (["--vae-device", "cpu"], ["--text-device", "cpu"], ["--engine", "ray"])
+    },
+    **{
+        f"devices {devices}": (["--devices", devices], "--devices cannot be understood")
+        for devices in ("cpu+", "+cpu", "cpu,", ",", "+")
+    },
+    **{f"devices {devices}": (["--devices", devices], "") for devices in ("gpu", "cpu+tpu", "cpu,cuda:99")},
+    "a log that cannot be written": (["--log", LOG], LOG),
+}
 
 
-@pytest.mark.parametrize("devices", ["cpu+", "+cpu", "cpu,", ",", "+"])
-def test_devices_that_cannot_be_understood_are_refused(config: Path, tmp_path: Path, devices: str) -> None:
-    result = run(config, "--devices", devices, "--output", tmp_path / "out", code=2)
-    assert "--devices cannot be understood" in result.stderr and devices in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("devices", ["gpu", "cpu+tpu", "cpu,cuda:99"])
-def test_a_device_that_is_not_there_is_refused_before_anything_is_written(
-    config: Path, tmp_path: Path, devices: str
+@pytest.mark.parametrize(("arguments", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_done_is_refused_before_anything_is_written(
+    config: Path, tmp_path: Path, arguments: list[str], words: str
 ) -> None:
-    run(config, "--devices", devices, "--output", tmp_path / "out", "--end-idx", 1, code=2)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_log_that_cannot_be_written_is_refused_before_anything_is_encoded(config: Path, tmp_path: Path) -> None:
-    result = run(config, "--log", tmp_path / "missing" / "log", "--output", tmp_path / "out", code=2)
-    assert str(tmp_path / "missing" / "log") in result.stderr
+    assert words in run(config, *arguments, "--output", tmp_path / "out", code=2).stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -126,18 +117,22 @@ def test_parts_write_what_one_run_writes_and_one_without_rows_says_so(config: Pa
     assert files(tmp_path / "out") == files(config.parent / "shards")
 
 
-COMMAND = "import sys; from qie.cli.precompute import run; sys.argv[0] = 'qie-precompute'; run()"
-WORKER = (
-    "import sys; from qie.from_config import open_worker; from qie.config import load_config; "
-    "open_worker(load_config(sys.argv[2]))[1].stages"
-)
+# What a worker does when it starts, then what the command does.
+ENCODING = """
+import atexit, sys
+from qie.config import load_config
+from qie.from_config import open_worker
+open_worker(load_config(sys.argv[2]))[1].stages
+from qie.cli.precompute import run
+sys.argv[0] = "qie-precompute"
+atexit.register(lambda: print(*sys.modules, file=sys.stderr))
+run()
+"""
 
 
-@pytest.mark.parametrize("code", [COMMAND, WORKER], ids=["command", "worker"])
-def test_a_process_that_encodes_imports_nothing_of_training(config: Path, tmp_path: Path, code: str) -> None:
-    code = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {code}"
-    arguments = ["--config", config, "--output", tmp_path, "--quiet"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+def test_the_command_and_its_workers_import_nothing_of_training(config: Path, tmp_path: Path) -> None:
+    arguments = ["--config", config, "--output", tmp_path, "--quiet", "--end-idx", "1"]
+    done = subprocess.run([sys.executable, "-c", ENCODING, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     imported = set(done.stderr.splitlines()[-1].split())
     assert "diffusers.models.autoencoders.autoencoder_kl_qwenimage" in imported

@@ -63,12 +63,19 @@ def names(source: Source) -> list[str]:
 
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]], **settings: object) -> Path:
-    with tarfile.open(path, "w", **settings) as tar:  # type: ignore[call-overload]
+    path.write_bytes(packed(members, **settings))
+    return path
+
+
+def packed(members: Iterable[tuple[str, bytes]], **settings: object) -> bytes:
+    """A tar of members."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", **settings) as tar:  # type: ignore[call-overload]
         for name, content in members:
             facts = tarfile.TarInfo(name)
             facts.size = len(content)
             tar.addfile(facts, io.BytesIO(content))
-    return path
+    return file.getvalue()
 
 
 def refused(error: type[QieError], place: object, index: int | None = None) -> QieError:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_iterator
 
-from qie.data.sources import open_source, source_name, tars
+from qie.data.sources import open_source, tars
 from qie.data.sources.tar_members import iter_members
 from qie.errors import RowError, SourceError, UsageError
 from qie.stores import patterns
-from tests.sources.tables import names, refused, write_tar
+from tests.sources.tables import names, packed, refused, write_tar
 
 
 def members(key: str, *endings: str) -> list[tuple[str, bytes]]:
@@ -31,39 +31,44 @@ def tar(tmp_path: Path) -> Path:
     return tmp_path / "x.tar"
 
 
-def one(tar: Path, *endings: str):
-    return open_source(write_tar(tar, members("a", *endings))).read(0)
+UNDERSTOOD: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    **{
+        f"target {target}": (("control.png", target, "txt"), {"target": target})
+        for target in ("jpg", "png", "jpeg", "webp", "target.webp", "edited_image.jpg", "TARGET.PNG", "image.png")
+    },
+    **{
+        f"control {control}": (("target.png", control, "txt"), {"controls": [control]})
+        for control in ("control.jpg", "source.png", "input.webp", "input_image.png", "path_control.png")
+    },
+    **{
+        f"prompt {prompt}": (("target.png", "control.png", prompt), {"prompts": [prompt]})
+        for prompt in ("txt", "prompt.txt", "caption", "caption.txt", "prompt", "Instruction.TXT")
+    },
+    "further controls, captions and the mask": (
+        (*ROW, "control_2.jpg", "control_1.png", "mask.png", "text_1.txt", "text_2.txt"),
+        {
+            "controls": ["control.png", "control_1.png", "control_2.jpg"],
+            "prompts": ["txt", "text_1.txt", "text_2.txt"],
+            "mask": "mask.png",
+        },
+    ),
+    "a text comes before JSON": ((*ROW, "json"), {}),
+    "other members are passed over": ((*ROW, "cls", "npy", "control.txt", "text.png", "name.png", "md5"), {}),
+}
 
 
-def test_a_row_is_the_bytes_of_its_members(tar: Path) -> None:
-    source = open_source(write_tar(tar, [*members("000", *ROW), *members("dir/001", *ROW)]))
-    row = source.read(1)
-    assert (row.index, row.name, row.target) == (1, "x.tar/dir/001", b"dir/001.target.png")
-    assert (row.controls, row.prompt, row.mask) == ((b"dir/001.control.png",), "dir/001.txt", None)
-    assert names(source) == ["x.tar/000", "x.tar/dir/001"] and source_name(source, 0) == ""
-
-
-@pytest.mark.parametrize(
-    "target", ["jpg", "png", "jpeg", "webp", "target.webp", "edited_image.jpg", "TARGET.PNG", "image.png"]
-)
-def test_the_target_is_an_image_alone_or_called_so(tar: Path, target: str) -> None:
-    assert one(tar, "control.png", target, "txt").target == f"a.{target}".encode()
-
-
-@pytest.mark.parametrize("control", ["control.jpg", "source.png", "input.webp", "input_image.png", "path_control.png"])
-def test_the_control_goes_by_several_names(tar: Path, control: str) -> None:
-    assert one(tar, "jpg", control, "txt").controls == (f"a.{control}".encode(),)
-
-
-def test_further_controls_captions_and_the_mask_are_found(tar: Path) -> None:
-    row = one(tar, *ROW, "control_2.jpg", "control_1.png", "mask.png", "text_1.txt", "text_2.txt")
-    assert row.controls == (b"a.control.png", b"a.control_1.png", b"a.control_2.jpg")
-    assert (row.mask, row.more_prompts) == (b"a.mask.png", ("a.text_1.txt", "a.text_2.txt"))
-
-
-@pytest.mark.parametrize("prompt", ["txt", "prompt.txt", "caption", "caption.txt", "prompt", "Instruction.TXT"])
-def test_the_prompt_is_a_text(tar: Path, prompt: str) -> None:
-    assert one(tar, "png", "control.png", prompt).prompt == f"a.{prompt}"
+@pytest.mark.parametrize(("endings", "given"), UNDERSTOOD.values(), ids=UNDERSTOOD)
+def test_members_are_understood_by_their_endings(tar: Path, endings: tuple[str, ...], given: dict[str, object]) -> None:
+    """In a row of a folder, behind another row."""
+    row = open_source(write_tar(tar, [*members("000", *ROW), *members("dir/a", *endings)])).read(1)
+    parts = {"target": row.target.decode(), "mask": row.mask and row.mask.decode()}
+    parts |= {"controls": [control.decode() for control in row.controls], "prompts": [row.prompt, *row.more_prompts]}
+    expected = {"target": "target.png", "controls": ["control.png"], "prompts": ["txt"], "mask": None} | given
+    assert parts == {
+        role: [f"dir/a.{name}" for name in names] if isinstance(names, list) else names and f"dir/a.{names}"
+        for role, names in expected.items()
+    }
+    assert (row.index, row.name) == (1, "x.tar/dir/a")
 
 
 @pytest.mark.parametrize(
@@ -80,65 +85,35 @@ def test_the_prompt_may_be_in_json(tar: Path, content: object, prompts: list[str
     assert [row.prompt, *row.more_prompts] == prompts and row.target == b"a.png"
 
 
-def test_a_text_comes_before_json(tar: Path) -> None:
-    write_tar(tar, [*members("a", *ROW), ("a.json", b"not even json")])
-    assert open_source(tar).read(0).prompt == "a.txt"
+SPOILT: list[tuple[list[tuple[str, bytes]], str]] = [
+    (members("a", "control.png", "txt"), "no target image"),
+    (members("a", "target.png", "txt"), "no control image"),
+    (members("a", "target.png", "control.png"), "no prompt"),
+    (members("a", "jpg", "png", "control.png", "txt"), "two files of a row say the same"),
+    (members("a", "target.png", "control.png", "control.jpg", "txt"), "two files of a row say the same"),
+    (members("a", *ROW, "control_2.png"), "its controls are not numbered"),
+    (members("a", *ROW, "text_2.txt"), "its prompts are not numbered"),
+    *(
+        ([*members("a", "png", "control.png"), (f"a.{ending}", content)], reason)
+        for ending, content, reason in (
+            ("txt", b"\xe9", "the prompt is not UTF-8"),
+            ("json", b"{", "no JSON"),
+            ("json", b"[" * 100_000, "no JSON"),
+            ("json", b"[]", "no JSON object"),
+            ("json", b'{"prompt": 3}', "prompt: a number instead of text"),
+            ("json", b'{"words": "p"}', "no prompt"),
+        )
+    ),
+]
 
 
-def test_other_members_are_passed_over(tar: Path) -> None:
-    assert one(tar, *ROW, "cls", "npy", "control.txt", "text.png", "name.png", "md5").name == "x.tar/a"
-
-
-@pytest.mark.parametrize(
-    ("endings", "reason"),
-    [
-        (("control.png", "txt"), "no target image"),
-        (("target.png", "txt"), "no control image"),
-        (("target.png", "control.png"), "no prompt"),
-        (("jpg", "png", "control.png", "txt"), "two files of a row say the same"),
-        (("target.png", "control.png", "control.jpg", "txt"), "two files of a row say the same"),
-        ((*ROW, "control_2.png"), "its controls are not numbered"),
-        ((*ROW, "text_2.txt"), "its prompts are not numbered"),
-    ],
-)
+@pytest.mark.parametrize(("row", "reason"), SPOILT, ids=[reason for _, reason in SPOILT])
 def test_a_row_that_lacks_something_is_refused_and_keeps_its_index(
-    tar: Path, endings: tuple[str, ...], reason: str
+    tar: Path, row: list[tuple[str, bytes]], reason: str
 ) -> None:
-    source = open_source(write_tar(tar, [*members("a", *endings), *members("b", *ROW)]))
-    with pytest.raises(RowError, match=reason) as caught:
-        source.read(0)
-    assert caught.value.where == f"{tar}, a"
-    assert source.read(1).prompt == "b.txt"
-
-
-@pytest.mark.parametrize(
-    ("ending", "content", "reason"),
-    [
-        ("txt", b"\xe9", "the prompt is not UTF-8"),
-        ("json", b"{", "no JSON"),
-        ("json", b"[" * 100_000, "no JSON"),
-        ("json", b"[]", "no JSON object"),
-        ("json", b'{"prompt": 3}', "prompt: a number instead of text"),
-        ("json", b'{"words": "p"}', "no prompt"),
-    ],
-)
-def test_a_text_that_is_none_is_refused_by_its_row(tar: Path, ending: str, content: bytes, reason: str) -> None:
-    write_tar(tar, [*members("a", "png", "control.png"), (f"a.{ending}", content)])
-    assert reason in refused(RowError, tar, 0).what
-
-
-def test_the_members_that_a_tar_lacks_are_named(tar: Path) -> None:
-    error = refused(SourceError, write_tar(tar, members("a", "cls", "jpg", "txt")))
-    assert "control image" in error.what and "end in cls, jpg, txt" in str(error.hint)
-
-
-@pytest.mark.parametrize("content", [[], [("README", b"x"), ("__meta__", b"x"), (".hidden.png", b"x")]])
-def test_a_tar_without_rows_is_refused(tar: Path, content: list[tuple[str, bytes]]) -> None:
-    assert refused(SourceError, write_tar(tar, content)).what == "the tar holds no rows"
-
-
-def test_a_member_that_stands_twice_is_refused(tar: Path) -> None:
-    assert refused(SourceError, write_tar(tar, members("a", *ROW, "TXT"))).found == "a.TXT"
+    error = refused(RowError, write_tar(tar, [*row, *members("b", *ROW)]), 0)
+    assert reason in error.what and str(error.where).startswith(f"{tar}, a")
+    assert open_source(tar).read(1).prompt == "b.txt"
 
 
 # As webdataset reads it
@@ -148,16 +123,16 @@ NAMES = ["a.png", "a.b.c", "./a.png", "d.e/a.b.png", "a", ".a", "d/.a.b", "a.", 
 
 
 @pytest.mark.parametrize(
-    "packed",
+    "content",
     [
         [*members("a", *ROW), *members("b", *ROW), *members("a", *ROW)],
         [(f"{key}.{ending}", b"x") for ending in ROW for key in "ab"],
     ],
     ids=["two rows", "files by kind"],
 )
-def test_two_rows_of_one_key_are_refused(tar: Path, packed: list[tuple[str, bytes]]) -> None:
+def test_two_rows_of_one_key_are_refused(tar: Path, content: list[tuple[str, bytes]]) -> None:
     """As webdataset, which makes a row of what stands together, would take them for rows that lack something."""
-    error = refused(SourceError, write_tar(tar, packed))
+    error = refused(SourceError, write_tar(tar, content))
     assert error.what == "two rows have the same name" and str(error.found)[:3] in ("a, ", "b, ")
     assert str(tar) in str(error.where) and "tar --sort=name" in str(error.hint)
 
@@ -233,14 +208,6 @@ def test_a_tar_that_is_cut_anywhere_is_refused_by_its_name_and_byte(tar: Path) -
     assert len(open_source(tar)) == 2
 
 
-def test_what_follows_the_end_marker_is_not_lost_silently(tar: Path) -> None:
-    content = write_tar(tar, members("a", *ROW)).read_bytes()
-    tar.write_bytes(content * 2)
-    assert "goes on after its end marker" in refused(SourceError, tar).what
-    tar.write_bytes(content + bytes(3 * 2**20))
-    assert len(open_source(tar)) == 1
-
-
 def test_every_damaged_byte_of_a_header_is_noticed(tar: Path) -> None:
     content = write_tar(tar, members("a", *ROW)).read_bytes()
     for at in range(1024, 1024 + 512, 3):
@@ -251,29 +218,40 @@ def test_every_damaged_byte_of_a_header_is_noticed(tar: Path) -> None:
             assert str(refused(SourceError, tar).where) == f"{tar}, byte 1024"
 
 
-@pytest.mark.parametrize("content", [b"x" * 2048, b"\x80" * 2048, b"PK\3\4" + bytes(1000)])
-def test_what_is_no_tar_is_refused(tar: Path, content: bytes) -> None:
-    tar.write_bytes(content)
-    assert refused(SourceError, tar).what == "the file is no tar"
-
-
-def test_a_compressed_tar_says_how_to_unpack_it(tar: Path, tmp_path: Path) -> None:
-    packed = gzip.compress(write_tar(tar, members("a", *ROW)).read_bytes() + bytes(range(256)) * 8)
-    tar.write_bytes(packed)
-    assert "gzip -d" in str(refused(SourceError, tar).hint)
-    (tmp_path / "x.tar.gz").write_bytes(packed)
-    assert "unpack it" in str(refused(SourceError, tmp_path / "x.tar.gz").hint)
-
-
-@pytest.mark.parametrize(
-    "record", [b"8 path=x\n", b"x path=x\n", b"12 path\n", b"0 x=y\n", b"25 GNU.sparse.major=1\n\n\n"]
-)
-def test_a_broken_pax_header_is_refused(tar: Path, record: bytes) -> None:
+def pax(record: bytes) -> bytes:
     facts = tarfile.TarInfo("pax")
     facts.type, facts.size = tarfile.XHDTYPE, len(record)
-    end = members("a", *ROW)
-    tar.write_bytes(facts.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0") + write_tar(tar, end).read_bytes())
-    assert refused(SourceError, tar).what == "the tar is damaged"
+    return facts.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0")
+
+
+GOOD = packed(members("a", *ROW))
+REFUSED = {
+    "text": (b"x" * 2048, "the file is no tar"),
+    "high bits": (b"\x80" * 2048, "the file is no tar"),
+    "ZIP": (b"PK\3\4" + bytes(1000), "the file is no tar"),
+    "compressed": (gzip.compress(GOOD + bytes(range(256)) * 8), "gzip -d"),
+    "more after its end": (GOOD * 2, "goes on after its end marker"),
+    "no members": (packed([]), "the tar holds no rows"),
+    "no rows": (packed([("README", b"x"), ("__meta__", b"x"), (".hidden.png", b"x")]), "the tar holds no rows"),
+    "a member twice": (packed(members("a", *ROW, "TXT")), "a.TXT"),
+    "no control": (packed(members("a", "cls", "jpg", "txt")), "control image"),
+    "no control but others": (packed(members("a", "cls", "jpg", "txt")), "end in cls, jpg, txt"),
+    **{
+        f"pax {record!r}": (pax(record) + GOOD, "the tar is damaged")
+        for record in (b"8 path=x\n", b"x path=x\n", b"12 path\n", b"0 x=y\n", b"25 GNU.sparse.major=1\n\n\n")
+    },
+}
+
+
+@pytest.mark.parametrize(("content", "words"), REFUSED.values(), ids=REFUSED)
+def test_a_file_without_a_tar_of_rows_is_refused_with_what_is_wrong(tar: Path, content: bytes, words: str) -> None:
+    tar.write_bytes(content)
+    assert words in str(refused(SourceError, tar))
+
+
+def test_a_compressed_tar_is_refused_by_its_name_too(tmp_path: Path) -> None:
+    (tmp_path / "x.tar.gz").touch()
+    assert "unpack it" in str(refused(SourceError, tmp_path / "x.tar.gz").hint)
 
 
 def test_a_name_of_a_gigabyte_is_not_read(tar: Path) -> None:
@@ -283,6 +261,11 @@ def test_a_name_of_a_gigabyte_is_not_read(tar: Path) -> None:
         file.write(facts.tobuf(tarfile.USTAR_FORMAT))
         file.truncate(2**30 + 2048)
     assert "a name of" in str(refused(SourceError, tar).found)
+
+
+def test_an_end_of_zeros_may_be_long(tar: Path) -> None:
+    tar.write_bytes(GOOD + bytes(3 * 2**20))
+    assert len(open_source(tar)) == 1
 
 
 # Several tars, laziness, threads, processes
