@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -149,43 +151,34 @@ def test_a_consumer_that_is_slow_bounds_what_is_read(workers: int, depth: int) -
     assert most <= bound + 1
 
 
-def failing_at(place: str, number: int, error: BaseException, workers: int) -> tuple[Iterator[int], Stages]:
-    def fail(item: int) -> int:
-        if item == number:
-            raise error
-        return item
-
-    items = map(fail, range(100)) if place == "items" else iter(range(100))
-    return items, three(workers, **({} if place == "items" else {place: fail}))
+ERRORS = [ValueError("this one"), KeyboardInterrupt(), SystemExit(3), GeneratorExit(), StopIteration()]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", [0, 20, 99])
-def test_an_error_anywhere_is_raised_once_behind_what_came_before_it(place: str, workers: int, number: int) -> None:
-    error = ValueError("this one")
-    items, stages = failing_at(place, number, error, workers)
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_an_error_anywhere_is_raised_once_behind_what_came_before_it_even_if_it_is_no_exception(
+    place: str, workers: int, number: int, error: BaseException
+) -> None:
+    def fail(item: int) -> int:
+        if item == number:
+            raise error
+        return item
+
+    in_items = place == "items"
+    running = Pipeline(three(workers, **({} if in_items else {place: fail}))).run(
+        map(fail, range(100)) if in_items else range(100)
+    )
     seen: list[int] = []
-    running = Pipeline(stages).run(items)
-    with pytest.raises(ValueError) as caught:
-        seen.extend(iter(lambda: next(running), None))
-    assert caught.value is error
+    if isinstance(error, StopIteration) and in_items:  # there it is the end
+        seen.extend(running)
+    else:
+        with pytest.raises(RuntimeError if isinstance(error, StopIteration) else type(error)) as caught:
+            seen.extend(running)
+        assert caught.value is error or caught.value.__cause__ is error
     assert seen == list(range(number)), "results from before the error are lost"
     assert list(running) == []
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), StopIteration()], ids=repr)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("workers", [1, 3])
-def test_what_is_no_exception_is_raised_all_the_same_and_stop_iteration_is_not_the_end(
-    place: str, workers: int, error: BaseException
-) -> None:
-    items, stages = failing_at(place, 5, error, workers)
-    running = Pipeline(stages).run(items)
-    if isinstance(error, StopIteration) and place == "items":
-        pytest.skip("there it is the end")
-    with pytest.raises(RuntimeError if isinstance(error, StopIteration) else type(error)):
-        list(running)
 
 
 def test_of_two_errors_the_one_of_the_earlier_item_is_raised() -> None:
@@ -209,7 +202,10 @@ def test_of_two_errors_the_one_of_the_earlier_item_is_raised() -> None:
 
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("taken", [0, 1, 7])
-def test_closed_early_it_ends_with_all_its_threads(workers: int, taken: int) -> None:
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_closed_early_or_by_an_error_of_its_consumer_it_ends_with_all_its_threads(
+    workers: int, taken: int, error: type[BaseException] | None
+) -> None:
     closed: list[bool] = []
 
     def items() -> Iterator[int]:
@@ -218,10 +214,10 @@ def test_closed_early_it_ends_with_all_its_threads(workers: int, taken: int) -> 
         finally:
             closed.append(True)
 
-    running = Pipeline(three(workers)).run(items())
-    for number in range(taken):
-        assert next(running) == number
-    running.close()
+    with pytest.raises(error) if error else nullcontext(), closing(Pipeline(three(workers)).run(items())) as running:
+        assert [next(running) for _ in range(taken)] == list(range(taken))
+        if error:
+            raise error
     assert threads() == []
     assert len(closed) == bool(taken), "the source was left open"
 
@@ -307,62 +303,36 @@ def test_closed_early_it_ends_where_it_waits_for_what_will_not_come(
     assert not closing.is_alive() and threads() == []
 
 
-# Children of one process, for to import torch takes longer than all of them. Each ends while its thread is in the
-# midst of native code that gives up Python's lock and takes it again on its way out.
+# Children of one process, for to import torch takes longer than all of them. Fifty end while their thread is in the
+# midst of native code that gives up Python's lock and takes it again on its way out. In the last one the second Ctrl-C
+# arrives while the pipeline waits for its thread, which is in native code for as long as somebody holds stdin open: if
+# these tests are killed, it does not go on.
 ENDINGS = """
-import gc, os, sys
-from contextlib import closing
-import torch
-from qie.stages import Pipeline, Stages
-from qie.threads import pause
-
-torch.set_num_threads(1)
-gc.freeze()  # what was imported is not gone through at each end
-
-def items():
-    yield 0
-    while True:
-        pause(0)
-        torch.rand(1 << 16).sort()
-
-for _ in range(50):
-    child = os.fork()
-    if child == 0:
-        with closing(Pipeline(Stages()).run(items())) as running:
-            next(running)
-        sys.exit(0)
-    if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        sys.exit(f"ended with {status}")
-"""
-
-
-def test_a_process_whose_threads_are_in_native_code_ends_fifty_times_without_abort() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDINGS], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-# The second Ctrl-C arrives while the pipeline waits for its thread, which is in native code without end.
-LEAVING = """
-import os, signal, sys, threading
+import gc, os, select, signal, sys, threading
 from contextlib import closing
 import click, torch
 from qie.cli.common import explained
 from qie.stages import Pipeline, Stages
-from qie.threads import Threads
+from qie.threads import Threads, pause
 
+torch.set_num_threads(1)
+gc.freeze()  # what was imported is not gone through at each end
 busy = threading.Event()
 
-def work(item):
-    if item:
-        busy.set()
-        while True:
-            torch.rand(1 << 16).sort()
-    return item
+def items(stopped):
+    yield 0
+    busy.set()
+    while not stopped():
+        torch.rand(1 << 16).sort()
+
+def ends():
+    with closing(Pipeline(Stages()).run(items(lambda: pause(0)))) as running:
+        next(running)
 
 @click.command()
 @explained
-def main():
-    with closing(Pipeline(Stages()).run(map(work, range(2)))) as running:
+def interrupted_twice():
+    with closing(Pipeline(Stages()).run(items(lambda: select.select([0], [], [], 0)[0]))) as running:
         next(running)
         busy.wait()
         threading.Thread(target=interrupt, daemon=True).start()
@@ -376,27 +346,36 @@ def interrupt():
             frame = frame.f_back
     os.kill(os.getpid(), signal.SIGINT)
 
-main()
+for work in (*[ends] * 50, interrupted_twice):
+    child = os.fork()
+    if child == 0:
+        sys.argv = [""]
+        sys.exit(work())
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def test_a_second_ctrl_c_leaves_a_thread_in_native_code_behind_without_abort() -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVING], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 128 + signal.SIGINT, done.stderr
-    assert done.stderr.startswith("interrupted: ")
+@pytest.fixture(scope="module")
+def endings() -> tuple[list[int], str]:
+    """Exit statuses, and what was said."""
+    reader, writer = os.pipe()
+    try:
+        done = subprocess.run([sys.executable, "-c", ENDINGS], cwd=ROOT, capture_output=True, text=True, stdin=reader)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()], done.stderr
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("workers", [1, 4])
-def test_an_error_of_the_consumer_ends_all_threads(error: type[BaseException], workers: int) -> None:
-    def consume() -> None:
-        for number in Pipeline(three(workers)).run(range(10**9)):
-            if number == 10:
-                raise error
+def test_a_process_whose_threads_are_in_native_code_ends_fifty_times_without_abort(endings) -> None:
+    statuses, said = endings
+    assert statuses[:50] == [0] * 50, said
 
-    with pytest.raises(error):
-        consume()
-    assert threads() == []
+
+def test_a_second_ctrl_c_leaves_a_thread_in_native_code_behind_without_abort(endings) -> None:
+    statuses, said = endings
+    assert statuses[50:] == [128 + signal.SIGINT] and said.startswith("interrupted: ")
 
 
 def test_a_load_counts_items_by_their_size_failed_ones_too_and_the_time_of_its_workers() -> None:

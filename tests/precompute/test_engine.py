@@ -504,10 +504,10 @@ def test_clipped_values_are_counted_of_what_was_encoded(tmp_path: Path) -> None:
 
 
 def test_reports_of_processes_side_by_side_are_added(tmp_path: Path) -> None:
-    source = StubSource.of(8).changed(2, target=b"broken")
-    parts = [run(source, tmp_path / "out", rows=rows)[0] for rows in ((0, 4), (4, 8))]
+    source = StubSource.of(8).changed(2, target=b"broken").changed(6, target=b"broken")
+    parts = [run(source, tmp_path / "out", rows=rows)[0] for rows in ((4, 8), (0, 4))]
     both = sum(parts, Report())
-    assert (both.rows, both.encoded, len(both.skipped), both.shards_written) == (8, 7, 1, 2)
+    assert (both.rows, both.encoded, [gone.row for gone in both.skipped], both.shards_written) == (8, 6, [2, 6], 2)
     assert both.seconds == max(part.seconds for part in parts)
     assert both.loads["read"].workers == sum(part.loads["read"].workers for part in parts)
     assert parts[0].rows == 4, "adding changed what was added"

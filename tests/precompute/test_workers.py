@@ -15,19 +15,19 @@ import pytest
 from qie.errors import QieError, RecipeMismatchError, RowError
 from qie.precompute import Report, Settings, precompute
 from qie.shards.reader import Shard
-from qie.shards.storage import published
+from qie.shards.storage import published, rows_of
 from qie.shards.verify import shard_faults
 from tests.precompute import openers
 from tests.stubs import StubEncoder
 
-ROWS, SHARD_SIZE = 60, 4
+ROWS, SHARD_SIZE, TIMEOUT_S = 60, 4, 300
 
 
 def run(output: Path, *workers: Callable, count: int = ROWS, shard_size: int = SHARD_SIZE, **named) -> Report:
     settings = Settings(**named.pop("settings", {}))
     return precompute(
         openers.rows(count),
-        StubEncoder(),
+        named.pop("encoder", None) or StubEncoder(),
         output,
         rows=(0, count),
         shard_size=shard_size,
@@ -95,7 +95,7 @@ def in_time(monkeypatch: pytest.MonkeyPatch) -> Callable:
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        thread.join(100)
+        thread.join(TIMEOUT_S)
         assert outcome, "it did not end"
         assert killed == [], "workers did not end when they were told to"
         return outcome[0]
@@ -103,36 +103,37 @@ def in_time(monkeypatch: pytest.MonkeyPatch) -> Callable:
     return call
 
 
-def test_two_workers_write_the_files_that_one_process_writes(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    notes = tmp_path / "notes"
-    seen: list[int] = []
-    opener = partial(openers.noting, ROWS, str(notes))
-    report = run(tmp_path / "out", opener, opener, progress=lambda report: seen.append(report.rows))
-    assert files(tmp_path / "out") == whole
-    processes, rows = noted(notes)
-    assert rows == sorted(set(range(ROWS)) - {7, 20})
-    assert 1 <= len(processes) <= 2
-    assert (report.rows, report.encoded, report.reused, report.shards_written) == (60, 58, 0, 15)
-    assert [gone.row for gone in sorted(report.skipped, key=lambda gone: gone.row)] == [7, 20]
-    assert report.bytes_written == sum(len(content) for name, content in whole.items() if name.endswith(".tar"))
-    assert report.loads["encode"].workers == 2
-    assert seen == sorted(seen) and seen[-1] == 60
-
-    again = run(tmp_path / "out", opener, opener)
-    assert (again.encoded, again.reused, again.shards_kept, len(again.skipped)) == (0, 58, 15, 2)
-    assert noted(notes)[1] == rows
-
-
-def test_workers_that_are_done_say_nothing_and_end_by_themselves(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_two_workers_write_the_files_that_one_process_writes_say_nothing_and_end_by_themselves(
+    tmp_path: Path, whole: dict[str, bytes], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: object) -> None:
         raise AssertionError("a worker that was done was terminated")
 
     monkeypatch.setattr(SpawnProcess, "terminate", refuse)
-    opener = partial(openers.plain, ROWS)
-    run(tmp_path / "out", opener, opener)
+    notes = tmp_path / "notes"
+    seen: list[int] = []
+    opener = partial(openers.noting, ROWS, str(notes))
+    report = run(tmp_path / "out", opener, opener, progress=lambda report: seen.append(report.rows))
     assert capfd.readouterr().err == ""
+    assert files(tmp_path / "out") == whole
+    processes, rows = noted(notes)
+    assert rows == sorted(set(range(ROWS)) - {7, 20})
+    assert 1 <= len(processes) <= 2
+    assert (report.rows, report.encoded, report.reused, report.shards_written) == (60, 58, 0, 15)
+    assert [gone.row for gone in report.skipped] == [7, 20]
+    assert report.bytes_written == sum(len(content) for name, content in whole.items() if name.endswith(".tar"))
+    assert report.loads["encode"].workers == 2
+    assert seen == sorted(seen) and seen[-1] == 60
+
+    again = run(tmp_path / "out", opener)
+    assert (again.encoded, again.reused, again.shards_kept, len(again.skipped)) == (0, 58, 15, 2)
+    assert noted(notes)[1] == rows
+
+
+def test_more_workers_than_shards_are_no_trouble(tmp_path: Path) -> None:
+    opener = partial(openers.plain, ROWS)
+    report = run(tmp_path / "out", opener, opener, shard_size=64)
+    assert (report.rows, report.shards_written) == (ROWS, 1)
 
 
 def test_a_killed_worker_ends_the_run_with_its_signal_and_the_next_run_completes_it(
@@ -146,16 +147,11 @@ def test_a_killed_worker_ends_the_run_with_its_signal_and_the_next_run_completes
     # What the killed one held is invisible and taken over by the next run.
     for index in published(tmp_path / "out"):
         assert list(shard_faults(Shard(index))) == []
-    done = {row for index in published(tmp_path / "out") for row in range(*bounds(index.stem))}
-    notes.unlink(missing_ok=True)
-    run(tmp_path / "out", opener, opener)
+    done = {row for index in published(tmp_path / "out") for row in range(*rows_of(index))}
+    encoder = StubEncoder()
+    run(tmp_path / "out", encoder=encoder)
     assert files(tmp_path / "out") == whole
-    assert noted(notes)[1] == sorted(set(range(ROWS)) - done - {7, 20})
-
-
-def bounds(stem: str) -> tuple[int, int]:
-    start, stop = stem.split("-")
-    return int(start), int(stop)
+    assert sorted(encoder.encoded) == sorted(set(range(ROWS)) - done - {7, 20})
 
 
 def test_a_worker_killed_while_it_waits_for_a_shard_is_a_worker_that_died(tmp_path: Path, in_time: Callable) -> None:
@@ -166,7 +162,7 @@ def test_a_worker_killed_while_it_waits_for_a_shard_is_a_worker_that_died(tmp_pa
 
 def test_an_error_of_a_row_arrives_as_it_is_when_rows_stop_the_run(tmp_path: Path, in_time: Callable) -> None:
     opener = partial(openers.refusing, ROWS, 3)
-    error = in_time(lambda: run(tmp_path / "out", opener, opener, settings={"on_error": "stop"}))
+    error = in_time(lambda: run(tmp_path / "out", opener, settings={"on_error": "stop"}))
     assert isinstance(error, RowError), repr(error)
     assert "row 3 (row3)" in str(error) and "it is not wanted" in str(error)
     assert (error.expected, error.found) == ("another", 3)
@@ -174,7 +170,7 @@ def test_an_error_of_a_row_arrives_as_it_is_when_rows_stop_the_run(tmp_path: Pat
 
 
 def test_an_unforeseen_error_of_a_worker_ends_the_run(tmp_path: Path, in_time: Callable, capfd) -> None:
-    error = in_time(lambda: run(tmp_path / "out", partial(openers.crashing, ROWS), partial(openers.plain, ROWS)))
+    error = in_time(lambda: run(tmp_path / "out", partial(openers.crashing, ROWS)))
     assert isinstance(error, QieError), repr(error)
     assert "exit status 1" in str(error)
     assert "not foreseen" in capfd.readouterr().err
@@ -189,7 +185,7 @@ def test_an_interrupted_run_stops_its_workers_at_once_and_leaves_no_partial_file
 
     def interrupt(report: Report) -> None:
         stopping.touch()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + TIMEOUT_S / 2
         while not marker.exists() and time.monotonic() < deadline:
             threading.Event().wait(0.005)
         assert marker.exists()
@@ -208,13 +204,3 @@ def test_workers_of_another_recipe_are_refused(tmp_path: Path, in_time: Callable
     assert isinstance(error, RecipeMismatchError), repr(error)
     assert "vae_dtype" in str(error)
     assert published(tmp_path / "out") == []
-
-
-@pytest.mark.parametrize(("shard_size", "shards"), [(1, 60), (64, 1)])
-def test_skipped_rows_are_in_order_and_more_workers_than_shards_are_no_trouble(
-    tmp_path: Path, shard_size: int, shards: int
-) -> None:
-    opener = partial(openers.chatty, ROWS)
-    report = run(tmp_path / "out", opener, opener, opener, shard_size=shard_size)
-    assert [gone.row for gone in report.skipped] == [7, 20]
-    assert (report.rows, report.shards_written) == (ROWS, shards)
