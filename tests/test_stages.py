@@ -303,7 +303,7 @@ def test_closed_early_it_ends_where_it_waits_for_what_will_not_come(
     assert not closing.is_alive() and threads() == []
 
 
-# Children of one process, for to import torch takes longer than all of them. Fifty end while their thread is in the
+# Children of one process, for to import torch takes longer than all of them. Eight end while their thread is in the
 # midst of native code that gives up Python's lock and takes it again on its way out. In the last one the second Ctrl-C
 # arrives while the pipeline waits for its thread, which is in native code for as long as somebody holds stdin open: if
 # these tests are killed, it does not go on.
@@ -346,7 +346,7 @@ def interrupt():
             frame = frame.f_back
     os.kill(os.getpid(), signal.SIGINT)
 
-for work in (*[ends] * 50, interrupted_twice):
+for work in (*[ends] * 8, interrupted_twice):
     child = os.fork()
     if child == 0:
         sys.argv = [""]
@@ -368,14 +368,14 @@ def endings() -> tuple[list[int], str]:
     return [int(line) for line in done.stdout.split()], done.stderr
 
 
-def test_a_process_whose_threads_are_in_native_code_ends_fifty_times_without_abort(endings) -> None:
+def test_a_process_whose_threads_are_in_native_code_ends_without_abort(endings) -> None:
     statuses, said = endings
-    assert statuses[:50] == [0] * 50, said
+    assert statuses[:8] == [0] * 8, said
 
 
 def test_a_second_ctrl_c_leaves_a_thread_in_native_code_behind_without_abort(endings) -> None:
     statuses, said = endings
-    assert statuses[50:] == [128 + signal.SIGINT] and said.startswith("interrupted: ")
+    assert statuses[8:] == [128 + signal.SIGINT] and said.startswith("interrupted: ")
 
 
 def test_a_load_counts_items_by_their_size_failed_ones_too_and_the_time_of_its_workers() -> None:
