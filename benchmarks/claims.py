@@ -148,7 +148,7 @@ def bytes_of_photographs(folder: Path) -> list[Row]:
             absolute(f"bytes {kind}", "bytes of a sample, 1024²", [sample / row_bytes], "× the bytes", peer, told)
         )
     told = f"{sample / 1e6:.1f} MB, peer {loose / 1e6:.1f} MB"
-    peer = "the same in qwen-image-finetune's .pt files"
+    peer = "the same sample in qwen-image-finetune's .pt files"
     return [*rows, absolute("bytes pt", "bytes of a sample, 1024²", [sample / loose], "× the bytes", peer, told)]
 
 
@@ -206,7 +206,7 @@ def computed() -> list[Row]:
             kind = "checkpointing" if checkpointing else "no checkpointing"
             for name, flops in (("plain", cost.plain), ("qie", cost.ours)):
                 told = f"{total / TERA:.0f} TFLOP a step, {flops / TERA:.1f} to encode"
-                what, peer = f"a cached step, {side}², {kind}", f"a live step, encoders as of {name}"
+                what, peer = f"a cached step, {side}², {kind}", f"a live step, {name} encoders"
                 rows.append(_computed(f"{name} {side} {kind}", what, peer, 1 + flops / total, "× as fast", told))
     whole, ours = encoder_bytes()
     bases: tuple[Quantization | None, ...] = (None, "fp8", "nf4")
@@ -216,7 +216,7 @@ def computed() -> list[Row]:
             told = f"{memory / GB:.0f} GB, peer {(memory + more) / GB:.0f} GB"
             what, peer = (
                 f"memory of cached training, base in {quantize or 'bf16'}",
-                f"live training, encoders as of {name}",
+                f"live training, {name} encoders",
             )
             rows.append(
                 _computed(f"memory {name} {quantize}", what, peer, memory / (memory + more), " of its memory", told)
@@ -224,7 +224,7 @@ def computed() -> list[Row]:
     most, least = step_memory(1024, None, checkpointing=False), step_memory(1024, None)
     told = f"{least / GB:.0f} GB, peer {most / GB:.0f} GB"
     what = "memory with gradient checkpointing, base in bf16"
-    return [*rows, _computed("checkpointing", what, "without", least / most, " of its memory", told)]
+    return [*rows, _computed("checkpointing", what, "without checkpointing", least / most, " of its memory", told)]
 
 
 def _computed(key: str, what: str, peer: str, value: float, unit: str, told: str) -> Row:

@@ -109,9 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             waits.append(100 * waited / STEP_S)
     share = f" % of a step of {1000 * STEP_S:.0f} ms"
     results.add(
-        absolute("outside", "outside of model, loss and optimizer", outside, share),
-        absolute("waiting", "waiting for batches", waits, share),
-        absolute("bare", "a step longer than a bare loop's", beside, share, "a bare loop with its batch at hand"),
+        absolute("outside", "time outside model, loss and optimizer", outside, share),
+        absolute("waiting", "time spent waiting for batches", waits, share),
+        absolute("bare", "extra time of a step", beside, share, "a bare loop whose batch is ready"),
     )
     results.save()
 

@@ -23,7 +23,7 @@ S3_GETS = 5500
 
 @dataclass(frozen=True)
 class Prices:
-    """In US dollars. Of S3: list prices of S3 Standard in us-east-1, aws.amazon.com/s3/pricing, as of March 2026,
+    """In US dollars. Of S3: list prices of S3 Standard in us-east-1, aws.amazon.com/s3/pricing, listed in March 2026,
     first 50 TB; from machines in its region, transfer is free. Of the GPU: a round number, and nobody's offer."""
 
     storage_gb_month: float = 0.023
@@ -57,10 +57,10 @@ def measured(curve: Sequence[Mapping[str, Any]]) -> Table:
         "samples",
         "index",
         "open",
-        "a sample",
+        "per sample",
         "first plan",
-        "a sample",
-        "memory at most",
+        "per sample",
+        "memory, peak",
         "kept",
         "read, shuffled",
     )
@@ -89,7 +89,7 @@ def memory(curve: Sequence[Mapping[str, Any]]) -> Table:
     kept, peak, opened, planned = (
         last[name] / last["samples"] for name in ("kept_bytes", "peak_bytes", "open_s", "plan_s")
     )
-    head = ("samples", "shards", "their bytes", "index", "memory of a process", "at most", f"of {NODE}", "open", "plan")
+    head = ("samples", "shards", "bytes", "index", "memory of a process", "peak", f"{NODE} processes", "open", "plan")
     rows = []
     for power in range(4, 10):
         count = 10**power
@@ -111,7 +111,7 @@ def memory(curve: Sequence[Mapping[str, Any]]) -> Table:
 
 def network() -> Table:
     """What a store has to give, by GPUs: a sample of 1024² each, a step at the GPU's peak being the most it may ask."""
-    head = ("GPUs", "samples/s", "GB/s", "Gbit/s a machine", "GETs/s by ranges", "of S3's prefix", "encoding GPUs")
+    head = ("GPUs", "samples/s", "GB/s", "Gbit/s a machine", "GETs/s by ranges", "of one S3 prefix", "encoding GPUs")
     step = training(1024, checkpointing=True)
     step_s = (step.model + step.recomputed) / PEAK
     share = encoding(1024).ours / (step.model + step.recomputed)
@@ -136,7 +136,14 @@ def network() -> Table:
 
 def shard_sizes() -> Table:
     """Trade-offs of `--shard-size`, samples of 1024²."""
-    head = ("rows a shard", "bytes", "shards of 10⁶", "PUTs of 10⁶", "GETs for whole shards", "lost by a kill, at most")
+    head = (
+        "rows per shard",
+        "bytes",
+        "shards for 10⁶",
+        "PUTs for 10⁶",
+        "GETs for whole shards",
+        "lost by a kill, at most",
+    )
     row_s = encoding(1024).ours / PEAK / REACHED
     rows = []
     for size in (1, 16, 64, 256, 1024):
@@ -165,7 +172,7 @@ def copies() -> Table:
         "ranges, any order",
         "whole shards, blocks",
         "shuffle, room for 10 %",
-        "shuffle, for all",
+        "shuffle, room for all",
     )
     rows = []
     for gpus in (1, 8, 16, 64, 512):
@@ -185,20 +192,20 @@ def costs(prices: Prices) -> Table:
     lines = [
         ("encoding once", f"{figure(hours['encode'])} GPU hours", prices.gpu_hour * hours["encode"]),
         (
-            "the same by plain diffusers, each epoch",
+            "encoding with plain diffusers, each epoch",
             f"{figure(hours['plain'])} GPU hours",
             prices.gpu_hour * hours["plain"],
         ),
-        ("training, an epoch", f"{figure(hours['train'])} GPU hours", prices.gpu_hour * hours["train"]),
-        ("storage, a month", f"{figure(kept / 1e12)} TB", months),
+        ("training, one epoch", f"{figure(hours['train'])} GPU hours", prices.gpu_hour * hours["train"]),
+        ("storage, one month", f"{figure(kept / 1e12)} TB", months),
         ("writing", f"{figure(puts / 1e6)} M PUTs", prices.put * puts),
-        ("reading an epoch by ranges", f"{figure(gets / 1e6)} M GETs", prices.get * gets),
-        ("reading an epoch by whole shards, one machine", f"{figure(whole / 1e6)} M GETs", prices.get * whole),
+        ("reading one epoch by ranges", f"{figure(gets / 1e6)} M GETs", prices.get * gets),
+        ("reading one epoch by whole shards, one machine", f"{figure(whole / 1e6)} M GETs", prices.get * whole),
     ]
     told = [(name, what, f"${dollars:,.2f}" if dollars < 10 else f"${dollars:,.0f}") for name, what, dollars in lines]
     again = months / (prices.gpu_hour * hours["encode"])
-    told.append(("a month of storage pays for", f"encoding {figure(again)} times", ""))
-    return Table("costs", ("of 10⁶ rows", "quantity", "cost"), tuple(told))
+    told.append(("one month of storage costs as much as", f"encoding {figure(again)} times", ""))
+    return Table("costs", ("for 10⁶ rows", "quantity", "cost"), tuple(told))
 
 
 def _flops(step: Any, row: Any) -> dict[str, float]:

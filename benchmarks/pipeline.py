@@ -98,7 +98,9 @@ def overlap(
         slowest.append((overlapped[-1] - first_s) / ideal)
     shares = ", ".join(f"{name} {figure(spent)} s" for name, spent in alone.items())
     return [
-        beside(f"overlap {key}", f"stages overlapped, {what}", "the same in turn", in_turn, overlapped, more=shares),
+        beside(
+            f"overlap {key}", f"stages overlapped, {what}", "the same stages in turn", in_turn, overlapped, more=shares
+        ),
         absolute(f"ideal {key}", f"without start-up, {what}", slowest, "× the time", "the slowest stage alone"),
     ]
 
@@ -210,7 +212,7 @@ def engine(folder: Path, count: int, runs: int) -> list[Row]:
         peers.append(seconds(partial(write_webdataset, folder / f"peer-{run}", count)))
     grew = absolute(
         "engine memory",
-        f"resident memory grown from a tenth of {count:,} rows to the last",
+        f"growth of resident memory from row {count // 10:,} to row {count:,}",
         grown,
         " MB",
         detail=f"peak {grown_bytes(0)[0] / 1e6:.0f} MB",

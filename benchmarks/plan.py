@@ -29,7 +29,7 @@ BATCH_SIZE = 8
 SHARD_SIZE = 64
 ORDERS: dict[str, dict[str, Any]] = {
     "shuffle": {},
-    "shuffle, lengths as they come": {"similar_lengths": 1},
+    "shuffle, prompt lengths unsorted": {"similar_lengths": 1},
     "shuffle, 3 sources by weight": {"source_weights": (1, 2, 0.5)},
     "blocks": {"order": "blocks"},
     "sequence": {"order": "sequence"},

@@ -98,7 +98,7 @@ def reading(folder: Path, count: int, runs: int, stored: int) -> list[Row]:
         order, mine = "shuffled" if shuffled else "in order", took[OURS.format("off"), shuffled]
         rows.append(beside(f"{name} {order}", f"read {order}", name, took[name, shuffled], mine, shown=rate))
         if (joined := took.get((f"{name}, joined", shuffled))) is not None:
-            peer = f"{name} that joins the null prompt"
+            peer = f"{name}, joining the null prompt"
             rows.append(beside(f"{name} {order} joined", f"read {order}", peer, joined, mine, shown=rate))
     return rows
 
@@ -170,7 +170,7 @@ def waiting(folder: Path, count: int, runs: int) -> list[Row]:
     rows = []
     for name, share in shares.items():
         waits, frees = zip(*share, strict=True)
-        detail = f"freeing the batch before: {figure(statistics.median(frees))} %"
+        detail = f"freeing the previous batch: {figure(statistics.median(frees))} %"
         what = f"waiting for the next sample, {name} pass, steps of {1000 * STEP_S:.0f} ms"
         rows.append(absolute(f"wait {name}", what, waits, " % of the time", detail=detail))
     return rows
@@ -195,12 +195,8 @@ def starting(folder: Path, runs: int) -> list[Row]:
     }
     scripts = {name: script.format(**places) for name, script in _STARTS.items()}
     took = in_turn({name: partial(first_batch, script) for name, script in scripts.items()}, runs, warm_up=False)
-    what = "from the start of a process to its first batch"
-    return [
-        beside(f"start {name}", what, name, took[name], took["qie"], unit="× as soon")
-        for name in scripts
-        if name != "qie"
-    ]
+    what = "time to the first batch, process start included"
+    return [beside(f"start {name}", what, name, took[name], took["qie"]) for name in scripts if name != "qie"]
 
 
 def first_batch(script: str) -> None:

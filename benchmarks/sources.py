@@ -53,7 +53,7 @@ def opened(name: str, file: Path, count: int, parse: Callable[[Path], object], r
     assert len(open_source(file)) == count
     peak_bytes, _ = grown_bytes(before)
     taken = in_turn({"peer": partial(parse, file), "ours": partial(open_source, file)}, runs, warm_up=False)
-    what, peer = f"opening a source, {name}, {count:,} rows", "every row parsed"
+    what, peer = f"opening a source, {name}, {count:,} rows", "parsing every row"
     return beside(name, what, peer, taken["peer"], taken["ours"], more=f"{max(peak_bytes, 0) / 1e6:.0f} MB at most")
 
 

@@ -15,18 +15,20 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 SCALING = ROOT / "docs" / "scaling.md"
 README = ROOT / "README.md"
 
-HEAD = ("what", "beside", "found", "least to most", "runs", "medians")
+HEAD = ("what", "compared with", "result", "range", "runs", "medians")
 NOT_YET = "not measured yet"
+ALONE = "–"
+"""Stands for the peer of a row that has none."""
 
 HEADLINES = (
     ("encoders.py", "vae", "Encoding an image, without the VAE's time axis"),
-    ("encoders.py", "prompt", "Encoding prompt and null prompt, the second as a continuation"),
+    ("encoders.py", "prompt", "Encoding the prompt, and the null prompt as a continuation"),
     ("read.py", "webdataset shuffled", "Reading samples of 11 MB, shuffled"),
     ("read.py", "qwen-image-finetune's .pt files shuffled", "Reading samples of 11 MB, shuffled"),
-    ("claims.py", "bytes pt", "Bytes of a sample"),
-    ("pipeline.py", "engine", "Writing shards, the encoders' time left out"),
+    ("claims.py", "bytes pt", "Size of a sample"),
+    ("pipeline.py", "engine", "Writing shards, without the encoders' time"),
     ("train_step.py", "qie cached", "A training step, tiny model"),
-    ("loop.py", "outside", "The loop around model and optimizer"),
+    ("loop.py", "outside", "Time of the training loop outside model and optimizer"),
     ("claims.py", "computed qie 1024 checkpointing", "A cached training step of the released model, computed"),
 )
 """README's rows: script, key, and what they are called there."""
@@ -67,7 +69,7 @@ def full_table(runs: Mapping[str, Any], planned: Mapping[str, str]) -> str:
         lines.append([f"**`{run['command']}`**", "", "", "", "", f"{run['date']}, {run['seconds']:.0f} s"])
         for row in rows_of(run):
             times = str(row.runs) if row.runs else "computed"
-            lines.append([row.what, row.beside, f"**{row.found}**", row.spread, times, row.detail])
+            lines.append([row.what, row.beside or ALONE, f"**{row.found}**", row.spread, times, row.detail])
     return markdown(HEAD, lines)
 
 
@@ -110,7 +112,7 @@ def claims_table(data: Mapping[str, Any]) -> str:
             "the same",
         ),
     ]
-    return markdown(("said", "tiny", "released"), lines)
+    return markdown(("claim", "measured, tiny model", "computed, released model"), lines)
 
 
 def _named(keys: Sequence[str]) -> list[tuple[str, str]]:
@@ -123,17 +125,17 @@ def readme_table(data: Mapping[str, Any]) -> str:
         run = data["cpu"].get(script)
         row = next((row for row in rows_of(run) if row.key == key), None) if run else None
         if run is None or row is None:
-            lines.append([name, "", NOT_YET, f"`benchmarks/{script}`"])
+            lines.append([name, ALONE, NOT_YET, f"`benchmarks/{script}`"])
             continue
         days.add(run["date"])
         spread = f" ({row.spread})" if row.spread else ""
-        lines.append([name, row.beside, f"**{row.found}**{spread}", f"`benchmarks/{script}`"])
+        lines.append([name, row.beside or ALONE, f"**{row.found}**{spread}", f"`benchmarks/{script}`"])
     first = next(iter(data["cpu"].values()), None)
     where = f"{first['machine']['cores']} cores of an {first['machine']['cpu']}" if first else NOT_YET
     cards = {run["machine"].get("gpu") for run in data["gpu"].values()}
-    gpu = f"on {', '.join(sorted(filter(None, cards)))}, too" if cards else "on a GPU nothing yet"
+    gpu = f"some also on {', '.join(sorted(filter(None, cards)))}" if cards else "nothing has run on a GPU yet"
     below = f"Measured on {where}, {' and '.join(sorted(days)) or NOT_YET}; {gpu}. All rows: [docs/benchmarks.md]"
-    return f"{markdown(('', 'beside', 'qie', 'by'), lines)}\n\n{below}(docs/benchmarks.md), `make bench`."
+    return f"{markdown(('', 'compared with', 'qie', 'script'), lines)}\n\n{below}(docs/benchmarks.md), `make bench`."
 
 
 def compared(data: Mapping[str, Any], planned: Mapping[str, Mapping[str, str]]) -> dict[Path, str]:

@@ -60,7 +60,7 @@ def worker_configs(config: Config, devices: str) -> list[Config]:
         vae, plus, text = (part.strip() for part in name.partition("+"))
         if not vae or (plus and not text):
             raise UsageError(
-                "--devices cannot be understood",
+                "--devices cannot be parsed",
                 expected="a device for each worker, or VAE+TEXT: cuda:0,cuda:1 or cuda:0+cuda:1,cuda:2+cuda:3",
                 found=devices,
             )

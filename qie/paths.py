@@ -16,17 +16,17 @@ from qie.errors import QieError, UsageError
 def local_path(place: str | Path) -> Path:
     """A path with `~` expanded. Raises UsageError for the home of nobody, and for what can be no path."""
     if "\0" in str(place):
-        raise UsageError("a path holds NUL, which no path can", where=place)
+        raise UsageError("a path contains NUL", where=place)
     try:
         return Path(place).expanduser()
     except RuntimeError as error:
-        raise UsageError("no such home", where=place, found=str(error)) from error
+        raise UsageError("no such home directory", where=place, found=str(error)) from error
 
 
 def require_writable(path: Path) -> None:
     """Raise UsageError when no file can be written to `path`: to be asked before the work, not after it."""
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError("nothing can be written there", where=path, expected="a file in a folder that exists")
+        raise UsageError("the file cannot be written there", where=path, expected="a file in a folder that exists")
 
 
 def open_own(path: Path) -> BufferedWriter:

@@ -73,7 +73,7 @@ class PretrainedModel:
         expected = COMPONENT_CLASSES.get(name)
         found = _class_name(read_json(config))
         if expected and found != expected:
-            raise ModelError(f"the {name} is of another class", where=config, expected=expected, found=found)
+            raise ModelError(f"the {name} has an unexpected class", where=config, expected=expected, found=found)
         for path in sorted(folder.glob("*config.json")):
             for wanted in _foreign_code(read_json(path)):
                 raise ModelError(
@@ -159,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError("a file of the model cannot be read", where=path, found=error) from error
     if not isinstance(value, dict):
-        raise ModelError("a file of the model is no JSON object", where=path, found=type(value).__name__)
+        raise ModelError("a file of the model is not a JSON object", where=path, found=type(value).__name__)
     return value
 
 
@@ -167,7 +167,7 @@ def _family(pipeline: str | None, wanted: str, index: Path) -> Family:
     found = next((family for family in FAMILIES.values() if family.pipeline == pipeline), None)
     if found is None:
         raise ModelError(
-            "the model is of no family that qie knows",
+            "qie does not support this family of models",
             where=index,
             expected=" or ".join(family.pipeline for family in FAMILIES.values()),
             found=pipeline,

@@ -101,7 +101,7 @@ class Recipe:
         if self == other:
             return
         raise RecipeMismatchError(
-            f"shards of another recipe: {'; '.join(self.explain(other))}",
+            f"the shards have another recipe: {'; '.join(self.explain(other))}",
             where=where,
             expected=f"recipe {self.digest}",
             found=f"recipe {other.digest}",

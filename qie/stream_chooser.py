@@ -120,9 +120,9 @@ def choose(config: Config, shards: Sequence[str] = (), *, follow: bool = False) 
         raise UsageError("--follow needs one folder of shards", expected="that of qie-precompute", found=list(places))
     if config.train.epochs and kind in ("follow", "write_through"):
         raise UsageError(
-            "how long an epoch is will only be known when all shards are written",
+            "the length of an epoch is unknown until all shards are written",
             where="train.epochs",
-            hint="give train.max_steps instead",
+            hint="set train.max_steps instead",
         )
     return Choice(kind, places, bool(shards))
 
@@ -201,7 +201,7 @@ def open_training_stream(
 
     Raises:
         ConfigError: neither shards nor rows are named.
-        RecipeMismatchError: the shards are of another recipe, and cache.accept_recipe is not set.
+        RecipeMismatchError: the shards have another recipe than the configuration, and cache.accept_recipe is not set.
         ShardError: shards are damaged, and without data.source nothing can take their place.
     """
     choice = choose(config, shards, follow=follow)
@@ -252,7 +252,7 @@ class _Opening:
                 raise why
             self.telling.say(f"data.source cannot be opened here ({why.what}): the shards are trained on as they are")
         for folder, start, stop in gaps(indexes):
-            self.telling.say(f"rows [{start}, {stop}) are missing: no shard in {folder} is of them")
+            self.telling.say(f"rows [{start}, {stop}) are missing: no shard in {folder} covers them")
         stored = self._stored(indexes, None if source is None else lost)
         accepted = self._compared(stored.recipe) if stored else ()
         if source is None or (stored and (accepted or self.config.cache.trust_published)):
@@ -272,8 +272,8 @@ class _Opening:
         """Rows are encoded and written in the background; the first epoch trains on them as they come."""
         if self.accelerator.num_processes > 1:
             raise UsageError(
-                "cache.write_through is for one process",
-                hint="with several, run qie-precompute beside them and train with --follow",
+                "cache.write_through works with one process only",
+                hint="with several, run qie-precompute alongside and train with --follow",
             )
         quick_turns()
         place = required(self.config.cache.cache_dir, "cache.cache_dir", "where cache.write_through writes")
@@ -357,10 +357,10 @@ class _Opening:
         )
         if stored is not None and not held and self.choice.named:
             raise UsageError(
-                "the shards hold no row of data.source, as it is now",
+                "the shards hold no row of the current data.source",
                 where=self.where,
                 found=f"{len(stored)} samples of other rows",
-                hint="name its shards; or train on these as they are: --set cache.trust_published=true",
+                hint="name the shards of this source, or train on these as they are: --set cache.trust_published=true",
             )
         if lacking:
             found = "there are no shards" if stored is None and not lost else f"the shards in {self.where} lack them"
@@ -369,7 +369,7 @@ class _Opening:
             why = f"{found}, {len(lost)} of which cannot be read ({faults}{more})" if lost else found
             self.telling.say(f"{len(lacking)} of {total} samples are encoded live: {why}")
         if stored is not None and (others := len({bytes(key) for key in stored.digests}) - held):
-            self.telling.say(f"{others} samples of the shards are of no row of data.source, as it is now: left out")
+            self.telling.say(f"{others} samples of the shards belong to no row of the current data.source: left out")
 
     def _looked_at(self, source: Source, encoder: RowEncoder, stored: ShardSet | None) -> RowFacts:
         """What is known of the rows; each process looks at its share of them."""
@@ -409,14 +409,14 @@ class _Opening:
         if not differing:
             return ()
         if self.config.cache.accept_recipe:
-            self.telling.say(f"the shards are of another recipe, which is accepted: {'; '.join(differing)}")
+            self.telling.say(f"the shards have another recipe, which is accepted: {'; '.join(differing)}")
             return differing
         raise RecipeMismatchError(
-            "the shards are of another model family"
+            "the shards are for another model family"
             if found.family != expected["family"]
-            else "the shards are of another recipe than the configuration describes",
+            else "the shards have another recipe than the configuration",
             where=self.where,
-            expected="what qie-precompute would write by this configuration",
+            expected="what qie-precompute would write with this configuration",
             found="; ".join(differing),
             hint="correct the configuration, or precompute again into another folder; to train on these shards as they "
             "are: --accept-recipe",

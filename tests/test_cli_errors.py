@@ -176,7 +176,7 @@ FAULTS: dict[str, list[Case]] = {
     "a bad --set is shown": [
         case
         for text in ("train.max_steps", "=5", "train..seed=5", "")
-        for case in everywhere(["--set cannot be understood"], "--set", text)
+        for case in everywhere(["--set cannot be parsed"], "--set", text)
     ],
     "a bad value is shown with its key": everywhere(["train.max_steps", "'many'"], *put("train.max_steps", "many")),
     "a family that does not fit the model is refused": everywhere(
@@ -196,12 +196,12 @@ FAULTS: dict[str, list[Case]] = {
         case
         for source, found in (("nowhere", "nothing"), ("file", "a file"))
         for case in (
-            (precompute, (*CONFIG, "--source", source), ["the source is no folder", source, found]),
-            (precompute, (*CONFIG, *put("data.source", source)), ["the source is no folder", source, found]),
+            (precompute, (*CONFIG, "--source", source), ["the source is neither a folder", source, found]),
+            (precompute, (*CONFIG, *put("data.source", source)), ["the source is neither a folder", source, found]),
             (
                 train,
                 (*CONFIG, *put("data.source", source), *put("cache.use_cache", "false")),
-                ["the source is no folder"],
+                ["the source is neither a folder"],
             ),
         )
     ],
@@ -231,19 +231,19 @@ FAULTS: dict[str, list[Case]] = {
         for dry in ((), ("--dry-run",))
     ],
     "a part that is none says how parts are counted": [
-        (precompute, (*CONFIG, "--part", part), ["there is no such part", "1/N to N/N", "--array=1-64"])
+        (precompute, (*CONFIG, "--part", part), ["no such part", "1/N to N/N", "--array=1-64"])
         for part in ("0/4", "5/4", "1", "1/", "/4", "-1/4", "1/0", "a/b", "1/4/4", "1.5/4", "²/4", "")
     ],
     "a part excludes a range": [
-        (precompute, (*CONFIG, "--part", "1/2", *more), ["--part excludes --start-idx and --end-idx"])
+        (precompute, (*CONFIG, "--part", "1/2", *more), ["--part cannot be combined with --start-idx or --end-idx"])
         for more in (("--start-idx", 0), ("--end-idx", 12))
     ],
     "no output folder at all names key and option": [
         (precompute, (*CONFIG, *put("cache.cache_dir", "")), ["cache.cache_dir is not set", "--output"])
     ],
     "an output that is a file or below one is refused": [
-        (precompute, (*CONFIG, "--output", "file"), ["the output is no folder", "file"]),
-        (precompute, (*CONFIG, *put("cache.cache_dir", "file")), ["the output is no folder", "file"]),
+        (precompute, (*CONFIG, "--output", "file"), ["the output is not a folder", "file"]),
+        (precompute, (*CONFIG, *put("cache.cache_dir", "file")), ["the output is not a folder", "file"]),
         (precompute, (*CONFIG, "--output", "file/shards"), ["file/shards"]),
     ],
     "an output of another recipe is refused with what differs": [
@@ -271,20 +271,20 @@ FAULTS: dict[str, list[Case]] = {
         for image, reason in {
             "missing.png": "No such file",
             "empty": "Is a directory",
-            "file": "no image",
-            "model/model_index.json": "no image",
+            "file": "not an image",
+            "model/model_index.json": "not an image",
             "file/image.png": "Not a directory",
         }.items()
     ],
     "an output that cannot be written is refused before the work": [
-        *[(predict, (*EDIT, "--output", output), ["nothing can be written there"]) for output in NOT_WRITTEN],
-        *[(predict, (*EDIT, "--output", output), ["names no image format"]) for output in NO_FORMAT],
+        *[(predict, (*EDIT, "--output", output), ["the file cannot be written there"]) for output in NOT_WRITTEN],
+        *[(predict, (*EDIT, "--output", output), ["not that of an image format"]) for output in NO_FORMAT],
     ],
     "a folder without an adapter is refused": [
         (
             predict,
             (*EDIT, "--lora", lora),
-            ["no adapter in this folder", f"where:    {lora}", "pytorch_lora_weights.safetensors"],
+            ["neither an adapter file", f"where:    {lora}", "pytorch_lora_weights.safetensors"],
         )
         for lora in ("empty", "nowhere", "file", "model")
     ],
@@ -343,13 +343,13 @@ def broken(work: Path, fault: str) -> str:
         return "StableDiffusionPipeline"
     if fault == "no pipeline":
         index.write_text("{}")
-        return "no family that qie knows"
+        return "does not support this family"
     if fault == "index is no JSON":
         index.write_text("{")
         return "model_index.json"
     assert fault == "index is a list"
     index.write_text("[]")
-    return "no JSON object"
+    return "not a JSON object"
 
 
 @configured
@@ -390,7 +390,7 @@ def test_a_component_that_cannot_be_used_is_named_with_the_reason(
                 {"architectures": ["T5EncoderModel"]} if name == "text_encoder" else {"_class_name": "T5EncoderModel"}
             )
             path.write_text(json.dumps(json.loads(path.read_text()) | kind))
-            words = [f"the {name} is of another class", "found:    T5EncoderModel"]
+            words = [f"the {name} has an unexpected class", "found:    T5EncoderModel"]
     if fault == "without config":
         (folder / "weights.bin").touch()
         words = [f"no usable {name}", "weights.bin"]
@@ -434,7 +434,7 @@ def test_shards_of_another_family_are_refused(refused: Refused, skeletons: dict[
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), ["holds a run already", "--resume latest"]),
+        ((), ["already holds a run", "--resume latest"]),
         (("--resume", "latest", *put("train.output_dir", "new")), ["new"]),
         (("--resume", "checkpoint-000009"), ["checkpoint-000009"]),
         (put("train.output_dir", "file"), ["file"]),
@@ -518,7 +518,7 @@ def test_a_path_that_holds_nul_is_refused(work: Path, command, arguments: tuple[
 @pytest.mark.parametrize("option", ["--prompt", "--negative-prompt"])
 def test_a_prompt_that_is_no_text_is_refused_by_its_option(refused: Refused, option: str) -> None:
     """What Python makes of an argument that is not UTF-8."""
-    assert "no Unicode" in (message := refused(predict, *EDIT, option, "night \udc80")) and option in message
+    assert "not valid Unicode" in (message := refused(predict, *EDIT, option, "night \udc80")) and option in message
 
 
 @pytest.mark.parametrize("command", [stats, precompute])

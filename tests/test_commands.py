@@ -115,7 +115,7 @@ def test_train_then_predict_with_the_adapter(work: Path, photos: Path, tmp_path:
     assert [line["step"] for line in lines if "validation_loss" in line] == [0, 3, 6]
 
     again = run(train, *arguments, work / "shards", code=2)
-    assert "holds a run already" in again.stderr
+    assert "already holds a run" in again.stderr
     run(train, *arguments, work / "shards", "--resume", "latest", "--set", "train.max_steps=8")
 
     image = next((photos / "control_images").glob("*.png"))

@@ -340,7 +340,7 @@ def test_an_area_that_may_be_a_side_is_refused_unless_it_is_said_to_be_meant(
     file: Path, key: str, value: str, side: str
 ) -> None:
     error = refusal(file, "", f"{key}={value}")
-    assert error.expected == f"an area of at least 65536 pixels{side}; data.allow_tiny: true takes smaller ones"
+    assert error.expected == f"an area of at least 65536 pixels{side}; data.allow_tiny: true allows smaller ones"
     assert load(file, "data: {allow_tiny: true}", f"{key}={value}")
     assert load(file, "", f"{key}=65536")
 
@@ -480,7 +480,7 @@ def test_a_set_whose_value_is_no_yaml_is_refused_by_its_key(file: Path, value: s
 @pytest.mark.parametrize("key", ["train.seed.of", *(f"data.source.{step}" for step in ("1.weight", "-1.x", "a", "²"))])
 def test_a_set_that_leads_nowhere_shows_what_is_there(file: Path, key: str) -> None:
     error = refusal(file, "train: {seed: 3}\ndata: {source: [{source: a}]}", f"{key}=2")
-    assert error.what == "a --set reaches into something that is no section"
+    assert error.what == "a --set names a key inside a value that is not a section"
     found = "train.seed: 3" if key.startswith("train") else "data.source: [{'source': 'a'}]"
     assert (error.where, error.found) == (key, found)
 
@@ -578,7 +578,7 @@ def test_two_dollars_are_a_plain_one_before_a_brace(file: Path, text: str, plain
 @pytest.mark.parametrize("text", ["${", "${}", "${1A}", "${A", "${A B}", "${A:?gone}", "${A:-${B}}", "${AÄ}"])
 def test_what_is_no_reference_is_refused_with_the_way_to_write_it(file: Path, text: str) -> None:
     error = refusal(file, f'train: {{output_dir: "{text}"}}')
-    assert error.what == "a reference to the environment cannot be read"
+    assert error.what == "a reference to an environment variable is malformed"
     assert (error.where, error.found) == (f"{file}:2, train.output_dir", text) and "$${" in str(error.hint)
 
 

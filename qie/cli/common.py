@@ -27,7 +27,7 @@ config_option = click.option("--config", "config_path", required=True, metavar="
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a configuration value; repeatable."
 )
-quiet_option = click.option("--quiet", is_flag=True, help="No progress, only results and errors.")
+quiet_option = click.option("--quiet", is_flag=True, help="Show no progress, only results and errors.")
 
 
 class FiniteRange(click.FloatRange):
@@ -35,7 +35,7 @@ class FiniteRange(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
-        return number if math.isfinite(number) else self.fail(f"{value!r} is no finite number.", param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value!r} is not a finite number.", param, ctx)
 
 
 class Command(click.Command):
@@ -90,7 +90,7 @@ def explained(command: Function) -> Function:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(141)
         except OSError as error:
-            echo(f"error: the system refuses: {error.strerror or error}", f"  where:    {error.filename}", err=True)
+            echo(f"error: the system refused: {error.strerror or error}", f"  where:    {error.filename}", err=True)
             sys.exit(2 if error.errno in PATH_ERRORS else 1)
         except KeyboardInterrupt:
             _interrupted()
@@ -129,7 +129,7 @@ def _heard() -> Iterator[None]:
 def _interrupted() -> NoReturn:
     from qie.threads import leave
 
-    echo("interrupted: published shards stay; run the same command again to go on", err=True)
+    echo("interrupted: published shards stay; run the same command again to continue", err=True)
     leave(130)
 
 

@@ -32,33 +32,37 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option
-@click.option("--source", metavar="SOURCE", help="Rows to encode; default data.source.")
-@click.option("--output", metavar="DIR|URL", help="Where the shards go; default cache.cache_dir.")
-@click.option("--start-idx", type=int, metavar="A", help="First row of this run; default 0.")
-@click.option("--end-idx", type=int, metavar="B", help="Row to stop before; default all rows.")
-@click.option("--part", metavar="I/N", help="Part I of N, from 1/N to N/N, that together hold all rows.")
+@click.option("--source", metavar="SOURCE", help="Rows to encode; default: data.source.")
+@click.option("--output", metavar="DIR|URL", help="Where to write shards; default: cache.cache_dir.")
+@click.option("--start-idx", type=int, metavar="A", help="First row to encode; default: 0.")
+@click.option("--end-idx", type=int, metavar="B", help="Row to stop before; default: the end of the source.")
+@click.option("--part", metavar="I/N", help="Encode part I of N. Parts 1/N to N/N together hold all rows.")
 @click.option("--shard-size", default=64, show_default=True, type=click.IntRange(1, 10**6), help="Rows per shard.")
 @click.option("--vae-device", metavar="DEVICE", help="Overrides cache.vae_encoder_device.")
 @click.option("--text-device", metavar="DEVICE", help="Overrides cache.text_encoder_device.")
-@click.option("--devices", metavar="LIST", help="A worker process for each: cuda:0,cuda:1 or VAE+TEXT,… pairs, or all.")
+@click.option(
+    "--devices", metavar="LIST", help="Run one worker process per device: cuda:0,cuda:1, or pairs VAE+TEXT,…, or all."
+)
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    help="This machine, or the Ray cluster of RAY_ADDRESS.",
+    help="Run on this machine, or on the Ray cluster at RAY_ADDRESS.",
 )
-@click.option("--reuse", multiple=True, metavar="DIR|URL", help="Copy records of equal rows from older shards.")
+@click.option("--reuse", multiple=True, metavar="DIR|URL", help="Copy the records of unchanged rows from older shards.")
 @click.option(
     "--on-error",
     type=click.Choice(["skip", "stop"]),
     default="skip",
     show_default=True,
-    help="Rows that cannot be encoded.",
+    help="What to do with a row that cannot be encoded.",
 )
-@click.option("--retry-skipped", is_flag=True, help="Try skipped rows of published shards again.")
-@click.option("--trust-published", is_flag=True, help="Keep published shards without comparing their rows.")
-@click.option("--dry-run", is_flag=True, help="Check every row and estimate bytes and time; write nothing.")
+@click.option("--retry-skipped", is_flag=True, help="Try the skipped rows of published shards again.")
+@click.option(
+    "--trust-published", is_flag=True, help="Keep published shards without comparing their rows with the source."
+)
+@click.option("--dry-run", is_flag=True, help="Check every row, estimate bytes and time, and write nothing.")
 @click.option("--log", "log_path", metavar="FILE", help="Append progress to FILE as JSON lines.")
 @set_option
 @quiet_option
@@ -73,11 +77,12 @@ def main(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Encode rows [A, B) of a source, or part I of N, once, and write them as shards.
+    """Encode the rows of a source once, and write them as shards.
 
-    Parts can run anywhere, in any order, and again after a crash: published, unchanged rows are not encoded again.
+    Runs over rows [A, B), or over part I of N, can start on any machine and in any order. Run the command again after a
+    crash: it does not encode published, unchanged rows again.
 
-    Exits with 0 when every row is in a shard, 1 when rows were skipped (they are listed), 2 when nothing could be done.
+    The exit code is 0 if every row is in a shard, 1 if rows were skipped (they are listed), 2 if nothing could be done.
     """
     if prepare := click.get_current_context().obj:
         prepare()
@@ -120,7 +125,7 @@ def _wanted(options: dict[str, Any], rows: int) -> Range | None:
     if part is None:
         return resolve_range(start or 0, stop, rows)
     if (start, stop) != (None, None):
-        raise UsageError("--part excludes --start-idx and --end-idx")
+        raise UsageError("--part cannot be combined with --start-idx or --end-idx")
     first, last = resolve_part(part, rows, options["shard_size"])
     if first == last:
         echo(f"part {part} holds no rows: the source has {rows}, in fewer shards than parts")
@@ -134,7 +139,7 @@ def _devices(options: dict[str, Any]) -> list[str]:
 
     named = {"cache.vae_encoder_device": options["vae_device"], "cache.text_encoder_device": options["text_device"]}
     if options["devices"] and (any(named.values()) or options["engine"] == "ray"):
-        raise UsageError("--devices excludes --vae-device, --text-device and --engine ray")
+        raise UsageError("--devices cannot be combined with --vae-device, --text-device or --engine ray")
     return [f"{key}={value}" for key, value in named.items() if value]
 
 

@@ -24,16 +24,28 @@ SIDE_MULTIPLE, SIDE_MAX = 16, 8192
 @click.option("--image", "images", multiple=True, metavar="FILE", help="Image to edit; repeatable for edit_plus.")
 @click.option("--prompt", help="The instruction.")
 @click.option("--output", metavar="FILE", help="The image to write.")
-@click.option("--batch", metavar="FILE", help="Instead of these three: JSONL of image(s), prompt and output.")
-@click.option("--negative-prompt", default=" ", help="What to steer away from.")
-@click.option("--lora", "loras", multiple=True, metavar="PATH[:SCALE]", help="Folder or file of a LoRA; repeatable.")
-@click.option("--transformer", metavar="DIR", help="Checkpoint of a run that trained all weights.")
-@click.option("--size", metavar="WxH", help="Of the generated image, in multiples of 16.  [default: as the image's]")
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(2, 1000), help="Denoising steps.")
-@click.option("--cfg", default=4.0, show_default=True, type=FiniteRange(0, 100), help="Guidance scale; 1 does without.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Of the noise.")
 @click.option(
-    "--num-images", default=1, show_default=True, type=click.IntRange(1, 10_000), help="Each with the next seed."
+    "--batch", metavar="FILE", help="JSONL file with image(s), prompt and output, instead of these three options."
+)
+@click.option("--negative-prompt", default=" ", help="What guidance steers away from.")
+@click.option(
+    "--lora", "loras", multiple=True, metavar="PATH[:SCALE]", help="LoRA file, or folder with one; repeatable."
+)
+@click.option("--transformer", metavar="DIR", help="Checkpoint of a run that trained all weights.")
+@click.option(
+    "--size", metavar="WxH", help="Size of the generated image, in multiples of 16.  [default: as the image's]"
+)
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(2, 1000), help="Denoising steps.")
+@click.option(
+    "--cfg", default=4.0, show_default=True, type=FiniteRange(0, 100), help="Guidance scale; 1 turns guidance off."
+)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Seed of the noise.")
+@click.option(
+    "--num-images",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 10_000),
+    help="Images to generate, each with the next seed.",
 )
 @set_option
 @quiet_option
@@ -51,8 +63,8 @@ def main(
 ) -> None:
     """Edit images by instructions, with the base model or with a trained one.
 
-    Each line of a --batch is a JSON object with image or images, prompt and output, and optionally negative_prompt and
-    seed; its paths are relative to the folder of the file. All lines are checked before any image is generated.
+    Each line of a --batch file is a JSON object with image or images, prompt and output, and optionally negative_prompt
+    and seed. Its paths are relative to the folder of the file. qie checks all lines before it generates any image.
 
     The text field qie of a PNG holds its settings. Existing files are overwritten.
     """
@@ -97,10 +109,10 @@ def _requests(
     options = {"--image": images or None, "--prompt": prompt, "--output": output}
     if batch is not None:
         if given := [name for name, value in options.items() if value is not None]:
-            raise UsageError("the lines of a --batch say this themselves", where=", ".join(given))
+            raise UsageError("with --batch, each line of the file gives these", where=", ".join(given))
         return read_batch(local_path(batch), negative_prompt=negative_prompt, seed=seed, count=num_images)
     if missing := [name for name, value in options.items() if value is None]:
-        raise click.UsageError(f"Missing option {', '.join(missing)}; or give a --batch.")
+        raise click.UsageError(f"Missing option {', '.join(missing)}; or give --batch.")
     assert prompt is not None and output is not None
     return [Request(images, prompt, negative_prompt, seed, numbered_paths(local_path(output), num_images))]
 
@@ -142,10 +154,10 @@ def parse_lora(text: str) -> AdapterConfig:
     if not (path / ADAPTER_FILE).is_file() and not (path.is_file() and path.suffix == ".safetensors"):
         whole = (path / "transformer").is_dir() or path.name == "transformer"
         raise UsageError(
-            "no adapter in this folder, and no file of one",
+            "this is neither an adapter file nor a folder that holds one",
             where=path,
             expected=f"{ADAPTER_FILE}, or a .safetensors file",
-            hint="it holds all weights of a transformer: give it as --transformer"
+            hint="it holds a whole transformer: pass it as --transformer"
             if whole
             else "give a checkpoint-NNNNNN folder, or PATH:SCALE",
         )
@@ -153,7 +165,7 @@ def parse_lora(text: str) -> AdapterConfig:
         return AdapterConfig(path=str(path), scale=scale)
     except ValidationError as error:
         expected = error.errors(include_url=False)[0]["msg"]
-        raise UsageError("the scale of a LoRA is refused", where=f"--lora {text}", expected=expected) from error
+        raise UsageError("the scale of a LoRA is invalid", where=f"--lora {text}", expected=expected) from error
 
 
 def with_loras(config: Config, words: Sequence[str]) -> Config:
@@ -173,7 +185,7 @@ def with_loras(config: Config, words: Sequence[str]) -> Config:
         file = (path / ADAPTER_FILE if path.is_dir() else path).resolve()
         if file in files:
             raise UsageError(
-                "the same LoRA twice",
+                "the same LoRA is given twice",
                 where=adapter.path,
                 expected="each file once among --lora and model.adapters",
                 hint="give it once, with its scale",

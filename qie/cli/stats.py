@@ -25,36 +25,44 @@ GALLERY = 24
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("shards", nargs=-1, required=True)
-@click.option("--verify", is_flag=True, help="Read every sample as training does, and compare every hash.")
-@click.option("--compact", is_flag=True, help="Write one index of all shards into each folder: it opens in seconds.")
-@click.option("--source", "whole", metavar="SOURCE", help="The rows that should be there: tell of missing last ones.")
+@click.option("--verify", is_flag=True, help="Read every sample as training would, and check every hash.")
+@click.option(
+    "--compact", is_flag=True, help="Write one index of all shards into each folder, which then opens in seconds."
+)
+@click.option(
+    "--source", "whole", metavar="SOURCE", help="Source of the rows; reports rows that are missing at its end."
+)
 @click.option(
     "--explain",
     "source",
     metavar="SOURCE",
-    help="Instead: which rows of SOURCE are in the shards under --config, and what changed of those that are not.",
+    help="Instead, list the rows of SOURCE that the shards hold under --config, and say what changed in the others.",
 )
 @click.option("--config", "config_path", metavar="FILE", help="YAML configuration, for --explain.")
 @set_option
-@click.option("--plan", is_flag=True, help="Instead: steps, padding and bytes of an epoch.")
-@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Per process, for --plan.")
-@click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Processes, for --plan.")
+@click.option("--plan", is_flag=True, help="Instead, show steps, padding and bytes of an epoch.")
 @click.option(
-    "--html", metavar="FILE", help="Write a page, too: the summary, histograms, and some samples with pictures."
+    "--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Batch size per process, for --plan."
 )
-@click.option("--gallery", type=click.IntRange(0, 100), default=GALLERY, show_default=True, help="Samples on the page.")
+@click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Number of processes, for --plan.")
+@click.option(
+    "--html", metavar="FILE", help="Also write a page with the summary, histograms, and samples with pictures."
+)
+@click.option(
+    "--gallery", type=click.IntRange(0, 100), default=GALLERY, show_default=True, help="Number of samples on the page."
+)
 @click.option(
     "--vae",
     metavar="MODEL_DIR",
-    help="A model whose VAE makes the pictures of samples on the page that have no thumbnail (cache.thumbnail_px).",
+    help="A model whose VAE decodes pictures for samples without a thumbnail (cache.thumbnail_px).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @quiet_option
 @explained
 def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
     """Summarise SHARDS: folders, globs, or patterns with braces such as {a,b}/*.tar, paths or URLs.
 
-    Exits with 1 when anything is wrong: unreadable or damaged shards, missing rows, rows held twice, mixed recipes.
+    The exit code is 1 if anything is wrong: unreadable or damaged shards, missing or repeated rows, mixed recipes.
     """
     from qie.shards.storage import find_indexes
 
@@ -75,17 +83,17 @@ def _check(options: dict[str, Any]) -> None:
     chosen = [f"--{option}" for name, option in names.items() if options[name] not in (None, False)]
     if options["source"]:
         if chosen:
-            raise UsageError(f"--explain excludes {chosen[0]}", hint="run one after the other")
+            raise UsageError(f"--explain cannot be combined with {chosen[0]}", hint="run them one after the other")
         if not options["config_path"]:
-            raise UsageError("--explain needs --config", hint="the configuration that rows would be encoded with")
+            raise UsageError("--explain needs --config", hint="pass the configuration that qie-precompute uses")
     elif options["config_path"] or options["overrides"]:
-        raise UsageError("--config and --set are for --explain", hint="name the rows with --explain SOURCE")
+        raise UsageError("--config and --set need --explain", hint="name the rows with --explain SOURCE")
     if options["plan"] and len(chosen) > 1:
-        raise UsageError(f"--plan excludes {chosen[0]}", hint="run one after the other")
+        raise UsageError(f"--plan cannot be combined with {chosen[0]}", hint="run them one after the other")
     if not options["plan"] and (options["batch_size"], options["world"]) != (1, 1):
-        raise UsageError("--batch-size and --world are for --plan")
+        raise UsageError("--batch-size and --world need --plan")
     if options["html"] is None and (options["vae"] is not None or options["gallery"] != GALLERY):
-        raise UsageError("--vae and --gallery are for --html", hint="name the page with --html FILE")
+        raise UsageError("--vae and --gallery need --html", hint="name the page with --html FILE")
 
 
 def _summarise(

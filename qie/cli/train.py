@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("shards", nargs=-1)
 @config_option
-@click.option("--resume", metavar="DIR|latest", help="Go on from a checkpoint as if the run had never stopped.")
+@click.option("--resume", metavar="DIR|latest", help="Resume from a checkpoint as if the run had never stopped.")
 @click.option("--follow", is_flag=True, help="Train on shards that qie-precompute is still writing.")
-@click.option("--accept-recipe", is_flag=True, help="Train on shards of another recipe than the configuration's.")
+@click.option("--accept-recipe", is_flag=True, help="Train on shards whose recipe differs from the configuration's.")
 @set_option
 @quiet_option
 @explained
@@ -40,10 +40,10 @@ def main(
 ) -> None:
     """Train on SHARDS: folders, globs, or patterns with braces such as {a,b}/*.tar, paths or URLs.
 
-    Without SHARDS those in cache.cache_dir are used; with cache.use_cache false, or without a cache_dir, the rows of
-    data.source are encoded live. So are those that the shards lack.
+    Without SHARDS, qie-train reads the shards in cache.cache_dir. It encodes rows of data.source live if the shards
+    lack them, and encodes all rows live if cache.use_cache is false or cache_dir is not set.
 
-    Ctrl-C finishes the current step, saves a checkpoint and exits with 0; go on with --resume latest.
+    Ctrl-C finishes the current step, saves a checkpoint and exits with 0. Continue with --resume latest.
     """
     from qie.config import load_config
     from qie.from_config import open_accelerator, open_samples
@@ -91,7 +91,7 @@ def _interruptible() -> Iterator[None]:
     except KeyboardInterrupt:
         from qie.threads import leave
 
-        echo("interrupted: checkpoints stay; go on from the last one with --resume latest", err=True)
+        echo("interrupted: checkpoints stay; continue from the last one with --resume latest", err=True)
         leave(130)
 
 

@@ -34,10 +34,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     except OSError as error:
         raise ConfigError("the configuration file cannot be read", where=path, found=error.strerror) from error
     except ValueError as error:
-        raise ConfigError("the configuration file is no YAML", where=path, found=error) from error
+        raise ConfigError("the configuration file is not valid YAML", where=path, found=error) from error
     if not isinstance(tree, dict):
         raise ConfigError(
-            "the configuration file holds no sections",
+            "the configuration file has no sections",
             where=path,
             expected="model:, data:, …",
             found=type(tree).__name__,
@@ -79,11 +79,11 @@ def _set(tree: dict[str, Any], override: str) -> Key:
     name, equals, text = override.partition("=")
     steps = name.strip().split(".")
     if not equals or not all(steps):
-        raise ConfigError("a --set cannot be understood", found=override, expected="section.key=value")
+        raise ConfigError("a --set cannot be parsed", found=override, expected="section.key=value")
     try:
         value = parse_yaml(text)
     except ValueError as error:
-        raise ConfigError("the value of a --set is no YAML", where=name, found=error) from error
+        raise ConfigError("the value of a --set is not valid YAML", where=name, found=error) from error
     key: Key = ()
     place: Any = tree
     for depth, step in enumerate(steps):
@@ -92,7 +92,7 @@ def _set(tree: dict[str, Any], override: str) -> Key:
             at = int(step)
         elif not isinstance(place, dict):
             found = f"{'.'.join(steps[:depth])}: {place!r}"
-            raise ConfigError("a --set reaches into something that is no section", where=name, found=found)
+            raise ConfigError("a --set names a key inside a value that is not a section", where=name, found=found)
         key = (*key, at)
         if depth == len(steps) - 1:
             place[at] = value

@@ -55,7 +55,7 @@ def legible(value: Any) -> Any:
     """A text, or a list of some, as files can hold it and the system takes it. Raises ValueError for others."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and re.search("[\0\ud800-\udfff]", text):
-            raise ValueError("a text of Unicode, without NUL")
+            raise ValueError("Unicode text without NUL")
     return value
 
 
@@ -110,7 +110,7 @@ def _usual(area: Area, info: ValidationInfo) -> Area:
             usual = USUAL_AREA_PX <= one * one <= MAX_AREA_PX
             side = f", such as {one * one} for a side of {one}" if usual else ""
             raise ValueError(
-                f"an area of at least {USUAL_AREA_PX} pixels{side}; data.allow_tiny: true takes smaller ones"
+                f"an area of at least {USUAL_AREA_PX} pixels{side}; data.allow_tiny: true allows smaller ones"
             )
     return area
 
@@ -134,62 +134,76 @@ def _colour(text: str) -> str:
 class SourceConfig(Section):
     """One of several sources."""
 
-    source: Place = Field(description="Rows: whatever qie.open_source understands.")
-    name: str | None = Field(None, description="In messages and indexes; default: the last part of the path.")
+    source: Place = Field(description="Rows: anything that qie.open_source understands.")
+    name: str | None = Field(None, description="Name in messages and indexes; default: the last part of the path.")
     weight: float = Field(
-        1.0, ge=1e-6, le=1000, description="How often training draws its rows, relative to the others'."
+        1.0,
+        ge=1e-6,
+        le=1000,
+        description="How often training draws these rows, relative to those of the other sources.",
     )
 
 
 class AugmentConfig(Section):
-    """Augmentation of further variants of a row, see cache.variants: of target, controls and mask alike."""
+    """Augmentation of further variants of a row (see cache.variants), equal for target, controls and mask."""
 
-    flip: bool = Field(False, description="Mirror half of them, left to right, at random.")
-    crop: float = Field(1.0, ge=0.01, le=1.0, description="Crop each side to at least this part of it, at random.")
+    flip: bool = Field(False, description="Mirror a random half of them, left to right.")
+    crop: float = Field(1.0, ge=0.01, le=1.0, description="Crop each side at random, to at least this fraction.")
 
 
 class DataConfig(Section):
-    """Rows, and how they are dealt into batches."""
+    """Rows, and how they become batches."""
 
     source: Place | list[SourceConfig] | None = Field(
         None,
-        description="Rows, for qie-precompute and for live encoding: whatever qie.open_source understands, or several.",
+        description="Rows for qie-precompute and for live encoding: anything that qie.open_source understands, "
+        "or several of them.",
     )
-    batch_size: Batch = Field(1, description="Per process.")
+    batch_size: Batch = Field(1, description="Batch size per process.")
     tail: Literal["pad", "drop"] = Field("pad", description="Pad or drop the last, incomplete batch of each shape.")
     caption_dropout_rate: Fraction = Field(0.0, description="How often the null prompt replaces the prompt.")
     control_dropout_rate: Fraction = Field(
         0.0, description="How often zeros replace the latents of all controls; their vision features stay."
     )
-    allow_tiny: bool = Field(False, description="Allow areas below 65536, 256 × 256, from which a model hardly learns.")
+    allow_tiny: bool = Field(
+        False, description="Allow areas below 65536 (256 × 256), from which a model learns little."
+    )
     area_px: Annotated[Area, AfterValidator(_usual)] = Field(
         None,
-        description="Image area for the VAE; of a list, the largest that does not enlarge. null: the family's own.",
+        description="Image area for the VAE; null: the family's own. From a list, each image takes the largest "
+        "area that does not enlarge it.",
     )
     buckets_px: list[Annotated[list[Side], Field(min_length=2, max_length=2), AfterValidator(_size)]] = Field(
-        [], description="Fixed sizes [width, height] instead of areas: the nearest in shape, after cropping to it."
+        [],
+        description="Fixed sizes [width, height] instead of areas. Each image is cropped to the one nearest in shape.",
     )
     text_area_px: Annotated[Pixels | None, AfterValidator(_usual)] = Field(
-        None, description="Image area for Qwen2.5-VL; null is the family's own (edit: the VAE's image)."
+        None, description="Image area for Qwen2.5-VL; null: the family's own (edit: the VAE's image)."
     )
-    multiple_px: Literal[16, 32, 64] | None = Field(None, description="Sizes by area are multiples of this; null: 32.")
+    multiple_px: Literal[16, 32, 64] | None = Field(
+        None, description="Sizes computed from an area are multiples of this; null: 32."
+    )
     background: Annotated[str, AfterValidator(_colour)] = Field(
         "#ffffff", description="Colour behind transparent images."
     )
     augment: AugmentConfig = AugmentConfig()
     order: Literal["shuffle", "blocks"] = Field(
         "shuffle",
-        description="blocks: shuffle within block_size shards at a time, for stores with slow random access.",
+        description="blocks shuffles within block_size shards at a time, for stores with slow random access.",
     )
     block_size: Count = Field(16, description="Shards in a block.")
     similar_lengths: CountOrZero = Field(
-        64, description="Sort prompts by length within this many batches of a shape, to pad less; 0: do not sort."
+        64,
+        description="Sort prompts by length within this many batches of a shape, so that they pad less; 0: do "
+        "not sort.",
     )
-    prefetch: int = Field(2, gt=0, le=1024, description="Batches prepared ahead.")
+    prefetch: int = Field(2, gt=0, le=1024, description="Batches to prepare ahead.")
     reader_threads: int = Field(
         2, gt=0, le=1024, description="Threads that prepare batches; live encoding uses one more."
     )
-    max_image_px: Pixels = Field(MAX_AREA_PX, description="Refuse larger images. Pillow reads none above the default.")
+    max_image_px: Pixels = Field(
+        MAX_AREA_PX, description="Refuse larger images. Pillow reads no image above the default."
+    )
 
     @model_validator(mode="after")
     def _check_sizes(self) -> DataConfig:
@@ -203,29 +217,36 @@ class DataConfig(Section):
 class KeepConfig(Section):
     """Tensors that stay in memory after their first use, for datasets that fit."""
 
-    latents: Literal["none", "cpu", "gpu"] = Field("none", description="Where latents of targets and controls stay.")
-    embeds: Literal["none", "cpu", "gpu"] = Field("none", description="Where prompts' embeddings stay.")
-    budget_bytes: Bytes = Field(8 * 10**9, description="Memory for all of it; later samples are read again each epoch.")
+    latents: Literal["none", "cpu", "gpu"] = Field(
+        "none", description="Where to keep the latents of targets and controls."
+    )
+    embeds: Literal["none", "cpu", "gpu"] = Field("none", description="Where to keep the embeddings of prompts.")
+    budget_bytes: Bytes = Field(
+        8 * 10**9, description="Memory for both; samples beyond it are read again in each epoch."
+    )
 
 
 class ShardCacheConfig(Section):
     """Shards, and the encoders that fill them."""
 
-    cache_dir: Place | None = Field(None, description="qie-precompute writes here, qie-train reads here; path or URL.")
+    cache_dir: Place | None = Field(
+        None, description="Path or URL that qie-precompute writes to and qie-train reads from."
+    )
     use_cache: bool = Field(
         True,
-        description="Train on the shards in cache_dir and encode live what they lack of data.source; false: all.",
+        description="Train on the shards in cache_dir, and encode live only the rows of data.source that they "
+        "lack; false: encode all rows live.",
     )
     trust_published: bool = Field(
         False, description="Train on shards as they are, without comparing them with the rows of data.source."
     )
     accept_recipe: bool = Field(
-        False, description="Train on shards of another recipe than this configuration's; run.json records it."
+        False, description="Train on shards whose recipe differs from this configuration's; run.json records it."
     )
-    vae_encoder_device: str = Field("auto", description="auto is the process's own GPU, or the CPU without one.")
-    text_encoder_device: str = Field("auto", description="auto is the process's own GPU, or the CPU without one.")
+    vae_encoder_device: str = Field("auto", description="auto: the process's own GPU, or the CPU if it has none.")
+    text_encoder_device: str = Field("auto", description="auto: the process's own GPU, or the CPU if it has none.")
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="auto is bfloat16 on a GPU and float32 on the CPU."
+        "auto", description="auto: bfloat16 on a GPU and float32 on the CPU."
     )
     encode_batch_size: Batch = Field(
         1, description="Rows encoded together. Above 1, the last bits of a sample depend on its neighbours."
@@ -234,24 +255,29 @@ class ShardCacheConfig(Section):
         1,
         gt=0,
         le=1000,
-        description="Most variants of a row: its captions and, with data.augment, augmented ones. An epoch uses one.",
+        description="Most variants to encode of a row: its captions and, with data.augment, augmented ones. An "
+        "epoch uses one of them.",
     )
     share_prefix: bool = Field(
-        False, description="Rows with the same controls share their pass through Qwen2.5-VL; about 1e-6 from exact."
+        False,
+        description="Pass controls that several rows share through Qwen2.5-VL only once; results are about 1e-6 "
+        "from exact.",
     )
     compile: bool = Field(False, description="Run the VAE through torch.compile.")
     thumbnail_px: Annotated[int, Field(ge=16, le=512)] | None = Field(
         None,
-        description="Longest side of a small picture of the target, stored with each sample for qie-stats --html; "
+        description="Longest side of a thumbnail of the target, stored with each sample for qie-stats --html; "
         "null: none. 96 takes up to 28 kB.",
     )
     verify: Annotated[Literal["off", "first", "always"], word("off")] = Field(
         "first", description="When to check a record against its hash: never, on its first read, or always."
     )
     local_dir: LocalPath | None = Field(
-        None, description="Keep shards from URLs in this folder, for all processes here."
+        None, description="Keep shards from URLs in this folder, for all processes of this machine."
     )
-    local_bytes: Bytes = Field(100 * 10**9, description="Size of local_dir. The least recently used goes first.")
+    local_bytes: Bytes = Field(
+        100 * 10**9, description="Size of local_dir. The least recently used shard is deleted first."
+    )
     keep: KeepConfig = KeepConfig()
     write_through: bool = Field(
         False,
@@ -297,52 +323,57 @@ class LoraConfig(Section):
     lora_alpha: Factor = Field(32, description="The adapter's output is scaled by lora_alpha / r.")
     lora_dropout: Fraction = Field(0.0, description="How often an input of the adapter is set to zero.")
     target_modules: list[str] | str = Field(
-        ["to_q", "to_k", "to_v", "to_out.0"], description="Module name endings, or one regular expression."
+        ["to_q", "to_k", "to_v", "to_out.0"], description="Endings of module names, or one regular expression."
     )
     use_rslora: bool = Field(False, description="Scale by lora_alpha / √r instead.")
-    use_dora: bool = Field(False, description="Train the magnitude of weight columns apart from their direction.")
+    use_dora: bool = Field(
+        False, description="Train the magnitude of weight columns separately from their direction (DoRA)."
+    )
     init_lora_weights: Literal["gaussian", "kaiming", "orthogonal"] = Field(
-        "gaussian", description="Initialization. With any of them, the adapter changes nothing before the first step."
+        "gaussian", description="Initialization. With each of them, the adapter changes nothing before the first step."
     )
     continue_from: LocalPath | None = Field(
-        None, description="Start from the weights of this adapter: a checkpoint's folder, or a LoRA of diffusers."
+        None,
+        description="Start from the weights of this adapter: a checkpoint's folder, or a LoRA that diffusers reads.",
     )
 
 
 class AdapterConfig(Section):
     """A further, frozen adapter: part of the model during training."""
 
-    path: LocalPath = Field(description="A checkpoint's folder, or a LoRA of diffusers.")
-    scale: float = Field(1.0, ge=-1000, le=1000, description="Its output is multiplied by it.")
+    path: LocalPath = Field(description="A checkpoint's folder, or a LoRA that diffusers reads.")
+    scale: float = Field(1.0, ge=-1000, le=1000, description="Factor of its output.")
 
 
 class ModelConfig(Section):
-    """Which model is trained, and what of it."""
+    """The model, and which of its weights are trained."""
 
     pretrained_model_name_or_path: str = Field(description="Hub name or folder, in the diffusers layout.")
-    family: Literal["auto", "edit", "edit_plus"] = Field("auto", description="auto reads model_index.json.")
-    lora: LoraConfig | None = Field(LoraConfig(), description="null: train all weights of the transformer.")
+    family: Literal["auto", "edit", "edit_plus"] = Field("auto", description="auto: read it from model_index.json.")
+    lora: LoraConfig | None = Field(
+        LoraConfig(), description="The adapter to train; null: train all weights of the transformer."
+    )
     adapters: list[AdapterConfig] = Field([], description="Further adapters, which stay frozen.")
     quantize: Quantization | None = Field(
-        None, description="How the transformer's linear layers are stored, under a LoRA; needs the extra quant."
+        None, description="How to store the transformer's frozen linear layers; needs a LoRA and the extra quant."
     )
     attention_backend: str | None = Field(
-        None, description="A backend of diffusers, such as native, _native_cudnn or flex; null: what diffusers chooses."
+        None, description="A backend of diffusers, such as native, _native_cudnn or flex; null: diffusers chooses."
     )
 
     @model_validator(mode="after")
     def _check_base(self) -> ModelConfig:
         if self.lora is None and self.quantize:
-            raise ValueError("a quantised transformer cannot be trained itself: quantize needs lora")
+            raise ValueError("the weights of a quantised transformer cannot be trained: quantize needs lora")
         if self.lora is None and self.adapters:
-            raise ValueError("where all weights are trained there is no place for adapters: adapters needs lora")
+            raise ValueError("adapters cannot be used when all weights are trained: adapters needs lora")
         return self
 
 
 class TrainConfig(Section):
-    """The loop."""
+    """The training loop."""
 
-    max_steps: Count = Field(2000, description="Optimizer steps altogether.")
+    max_steps: Count = Field(2000, description="Total number of optimizer steps.")
     epochs: Annotated[int, Field(gt=0, le=100_000)] | None = Field(
         None, description="Passes over the data, instead of max_steps."
     )
@@ -350,22 +381,24 @@ class TrainConfig(Section):
         1, gt=0, le=4096, description="Batches of each process per optimizer step."
     )
     gradient_checkpointing: bool | Annotated[int, Field(gt=0, le=1000)] = Field(
-        True, description="Recompute blocks' activations instead of keeping them; n: those of every n-th block."
+        True,
+        description="Recompute the activations of blocks instead of keeping them; n: only those of every n-th block.",
     )
     mixed_precision: Annotated[Literal["no", "bf16"], word("no")] = Field(
-        "bf16", description="Precision of computation and of frozen weights; no is float32."
+        "bf16", description="Precision of computation and of frozen weights; no: float32."
     )
-    trained_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of trained weights.")
-    max_grad_norm: Factor | None = Field(1.0, description="Scale longer gradients down to this norm; null: never.")
+    trained_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trained weights.")
+    max_grad_norm: Factor | None = Field(1.0, description="Scale larger gradients down to this norm; null: never.")
     max_nonfinite_steps: Count = Field(
         1,
-        description="Stop after this many steps in a row without a finite loss and gradient; they change no weight.",
+        description="Stop after this many steps in a row without a finite loss and gradient. Such steps change "
+        "no weight.",
     )
     ema_decay: float | None = Field(
         None,
         gt=0.0,
         lt=1.0,
-        description="Also keep a moving average of the trained weights, of this decay.",
+        description="Also keep a moving average of the trained weights, with this decay.",
     )
     compile: bool = Field(False, description="Run the transformer's blocks through torch.compile.")
     offload_blocks: int = Field(
@@ -377,10 +410,10 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(
         0, description="Seed of sample order, noise, dropout and initial weights: equal seeds give equal runs."
     )
-    output_dir: LocalPath = Field("runs/edit", description="Where checkpoints, metrics and samples go.")
+    output_dir: LocalPath = Field("runs/edit", description="Where to write checkpoints, metrics and samples.")
     checkpoint_every: Count = Field(500, description="Steps between checkpoints; the last step always has one.")
     keep_last: Count | None = Field(None, description="Keep this many of the latest checkpoints; null: all.")
-    keep_every: Count | None = Field(None, description="Also keep each checkpoint at a multiple of this step.")
+    keep_every: Count | None = Field(None, description="Also keep checkpoints whose step is a multiple of this.")
 
     @model_validator(mode="after")
     def _check_length(self) -> TrainConfig:
@@ -390,51 +423,52 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Any torch-style optimizer, by import path."""
+    """Any optimizer with torch's interface, by import path."""
 
     class_path: str = Field(
-        "torch.optim.AdamW", description="Such as bitsandbytes.optim.AdamW8bit or prodigyopt.Prodigy."
+        "torch.optim.AdamW", description="Import path, such as bitsandbytes.optim.AdamW8bit or prodigyopt.Prodigy."
     )
-    init_args: Arguments = Field({"lr": 1e-4}, description="Its arguments.")
+    init_args: Arguments = Field({"lr": 1e-4}, description="Arguments of class_path.")
 
 
 class SchedulerConfig(Section):
-    """A learning-rate schedule: of diffusers by its name there, or any of torch by its import path."""
+    """A learning-rate schedule: one of diffusers by name, or one of torch by import path."""
 
     scheduler_type: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
-    ] = Field("cosine", description="How the learning rate falls after the warmup, until the last step.")
+    ] = Field("cosine", description="How the learning rate falls between the warmup and the last step.")
     warmup_steps: CountOrZero = Field(
         100,
-        description="Steps in which the learning rate grows from 0, fewer than the run has. constant has none.",
+        description="Steps in which the learning rate grows from 0; fewer than the run's steps. constant has no "
+        "warmup.",
     )
-    num_cycles: Count = Field(1, description="Of cosine_with_restarts.")
-    power: float = Field(1.0, gt=0.0, le=100, description="Of polynomial.")
+    num_cycles: Count = Field(1, description="Cycles of cosine_with_restarts.")
+    power: float = Field(1.0, gt=0.0, le=100, description="Power of polynomial.")
     class_path: str | None = Field(
-        None, description="Such as torch.optim.lr_scheduler.OneCycleLR; the fields above are then not used."
+        None, description="Import path, such as torch.optim.lr_scheduler.OneCycleLR, instead of the fields above."
     )
     init_args: Arguments = Field({}, description="Arguments of class_path.")
 
 
 class LossConfig(Section):
-    """Flow matching: which noise levels, how weighted."""
+    """Flow matching: the distribution of noise levels, and their weights."""
 
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = Field(
         "logit_normal", description="Distribution of the noise levels, before the shift."
     )
-    logit_mean: float = Field(0.0, ge=-100, le=100, description="Of logit_normal: above 0, more noise.")
-    logit_std: float = Field(1.0, gt=0.0, le=100, description="Of logit_normal.")
-    mode_scale: float = Field(1.29, ge=-100, le=100, description="Of mode.")
+    logit_mean: float = Field(0.0, ge=-100, le=100, description="Mean of logit_normal; above 0 means more noise.")
+    logit_std: float = Field(1.0, gt=0.0, le=100, description="Standard deviation of logit_normal.")
+    mode_scale: float = Field(1.29, ge=-100, le=100, description="Scale of mode.")
     shift: Literal["none", "dynamic"] | Factor = Field(
-        "dynamic", description="dynamic is the scheduler's own, by image size; a number is a static shift."
+        "dynamic", description="dynamic: the scheduler's own, by image size; a number: a static shift."
     )
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
-        "none", description="Weight of each noise level, by the names that diffusers uses for SD3."
+        "none", description="Weight of each noise level, by diffusers' names for SD3."
     )
-    kind: Literal["mse", "huber"] = Field("mse", description="huber counts large errors less.")
-    huber_delta: Factor = Field(1.0, description="Of huber: errors beyond it count linearly.")
+    kind: Literal["mse", "huber"] = Field("mse", description="huber gives large errors less weight.")
+    huber_delta: Factor = Field(1.0, description="Errors beyond it count linearly in huber.")
     mask_foreground_weight: Factor = Field(
-        1.0, description="Weight of a mask's bright parts. Masks do nothing if it equals the background's."
+        1.0, description="Weight of a mask's bright parts. If it equals the background's, masks do nothing."
     )
     mask_background_weight: float = Field(
         1.0,
@@ -451,22 +485,26 @@ class SampleConfig(Section):
         description="Images to edit: one, or several for edit_plus."
     )
     prompt: str = Field(description="The instruction.")
-    negative_prompt: str = Field(" ", description="What to steer away from.")
+    negative_prompt: str = Field(" ", description="What guidance steers away from.")
     seed: int = Field(0, ge=0, lt=1 << 63, description="Seed of the noise.")
 
 
 class ValidationConfig(Section):
     """Loss on rows that are kept out of training, with fixed noise, and sample images."""
 
-    every: Count = Field(200, description="Steps between validations; before the first and after the last, too.")
-    rows: CountOrZero = Field(16, description="Rows to keep out of training; 0: no validation loss.")
+    every: Count = Field(
+        200, description="Steps between validations. A run also validates before its first and after its last step."
+    )
+    rows: CountOrZero = Field(
+        16, description="Rows to keep out of training for the validation loss; 0: no validation loss."
+    )
     samples: list[SampleConfig] = Field([], description="Images to generate at each validation.")
     sample_steps: int = Field(20, ge=2, le=MAX_STEPS, description="Denoising steps of the samples.")
     sample_cfg: float = Field(4.0, ge=1.0, le=MAX_CFG, description="Guidance scale of the samples; 1: no guidance.")
 
 
 class Devices(Section):
-    """Devices of the components in qie-predict. auto is the process's own GPU, or the CPU without one."""
+    """Devices of the components in qie-predict. auto: the process's own GPU, or the CPU if it has none."""
 
     vae: str = Field("auto", description="Such as cuda:0 or cpu.")
     text_encoder: str = Field("auto", description="Such as cuda:1.")
@@ -480,13 +518,13 @@ class PredictConfig(Section):
 
 
 class LoggingConfig(Section):
-    """Trackers of a run. qie-train always writes metrics.jsonl and run.json into the output folder, too."""
+    """Trackers of a run. qie-train also always writes metrics.jsonl and run.json into the output folder."""
 
-    report_to: list[Tracker] = Field([], description="Trackers of accelerate; each needs its own package.")
-    project: str = Field("qie", description="Project of the run, in trackers.")
-    run_name: str | None = Field(None, description="Name of the run, for trackers that have one.")
+    report_to: list[Tracker] = Field([], description="Trackers that accelerate supports; each needs its own package.")
+    project: str = Field("qie", description="Name of the project in trackers.")
+    run_name: str | None = Field(None, description="Name of the run in trackers that support one.")
     peak_tflops: Factor | None = Field(
-        None, description="The GPU's peak in train.mixed_precision, for MFU; null: looked up for common GPUs."
+        None, description="The GPU's peak in train.mixed_precision, for MFU; null: known for common GPUs."
     )
 
 

@@ -70,7 +70,7 @@ def parse_yaml(text: str) -> Any:
         if node is None:
             return None
         if (values := _values(node, {})) > MAX_VALUES:
-            raise ValueError(f"its aliases stand for {values} values; at most {MAX_VALUES} are read")
+            raise ValueError(f"its aliases expand to {values} values; at most {MAX_VALUES} are read")
         return loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for what only looks like a number
         raise ValueError(" ".join(str(error).split())) from error
@@ -176,9 +176,9 @@ def _text(reference: re.Match[str], where: Callable[[], str]) -> str:
         return "${"
     if name is None:
         raise ConfigError(
-            "a reference to the environment cannot be read",
+            "a reference to an environment variable is malformed",
             where=where(),
-            expected="${NAME} or ${NAME:-default}, without further braces",
+            expected="${NAME} or ${NAME:-default}, without nested braces",
             found=reference.string,
             hint="write $${ for a plain ${",
         )

@@ -238,8 +238,8 @@ class LiveSamples:
         sample = self._encode(variants[number]) if number < len(variants) else None
         if sample is None or sample.key != self.known.facts[position].key:
             raise QieError(
-                "a row changed while it was trained on",
+                "a row changed during training",
                 where=self.source.name(index),
-                hint="start again: keys and plan are of the old row",
+                hint="start again: the plan was made for the old row",
             )
         return sample

@@ -105,9 +105,9 @@ class FixedPlans:
         for name, weight in settings.weights.items():
             if weight != 1 and name not in columns.source_names:
                 raise UsageError(
-                    f"no sample is of the source {name!r}, which has a weight",
+                    f"no sample comes from the source {name!r}, which has a weight",
                     expected=f"one of {', '.join(map(repr, columns.source_names))}",
-                    hint="give the sources the names that they had when the shards were written",
+                    hint="name the sources as they were named when the shards were written",
                 )
         self.validation, self.held_out = held_out(digests, columns.rows, settings.validation_rows)
         _hold_out_equals(self.held_out, digests)
@@ -237,8 +237,8 @@ class Stream(IterableDataset[Batch]):
     def _iter_batches(self, *, endless: bool) -> Generator[Batch]:
         if get_worker_info() is not None:
             raise UsageError(
-                "a stream is not for DataLoader workers: each would give every batch",
-                hint="num_workers=0: a stream prepares batches ahead by itself",
+                "a stream cannot be used in DataLoader workers: each would yield every batch",
+                hint="set num_workers=0: the stream itself prepares batches ahead",
             )
         with ThreadPoolExecutor(self.threads, thread_name_prefix="qie-stream") as pool:
             ahead: deque[Future[Batch]] = deque()
@@ -302,7 +302,7 @@ class Stream(IterableDataset[Batch]):
             UsageError: the state belongs to other samples, another seed or another batch size; names which.
         """
         if not {"epoch", "position", "of"} <= state.keys() or min(state["epoch"], state["position"]) < 0:
-            raise UsageError("this is no position of a stream", found=state)
+            raise UsageError("this is not the state of a stream", found=state)
         mine, theirs = self.plans.identity, state["of"]
         differing = [name for name in mine if mine[name] != theirs.get(name)]
         if differing:

@@ -391,12 +391,12 @@ class Encoder:
             except torch.OutOfMemoryError as error:
                 if len(batch) == 1:
                     raise QieError(
-                        "an encoder's device is out of memory",
+                        "an encoder's device ran out of memory",
                         found=" ".join(str(error).split())[:200],
                         hint="give each encoder its own device (cache.*_encoder_device), or lower data.area_px",
                     ) from error
                 self.batch_size = len(batch) // 2
-                warnings.warn(f"out of memory: going on with {self.batch_size} rows at a time", stacklevel=2)
+                warnings.warn(f"out of memory: continuing with {self.batch_size} rows at a time", stacklevel=2)
                 continue
             results += [row if isinstance(row, RowError) else next(done) for row in batch]
         return results

@@ -75,7 +75,9 @@ def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_I
     except RowError:
         raise
     except UnidentifiedImageError as error:
-        raise RowError(f"{what} is no image", found=f"{len(content)} bytes starting with {content[:8]!r}") from error
+        raise RowError(
+            f"{what} is not an image", found=f"{len(content)} bytes starting with {content[:8]!r}"
+        ) from error
     except Image.DecompressionBombError as error:
         raise RowError(f"{what} is too large", expected=f"at most {max_px} pixels", found=error) from error
     except Exception as error:
@@ -135,7 +137,9 @@ def _upright(image: Image.Image) -> Image.Image:
 
 def _rgb(image: Image.Image, what: str, background: str) -> Image.Image:
     if image.mode in ("I", "F"):
-        raise RowError(f"{what} is grey of a depth whose range is not known", hint="save it as PNG with 8 or 16 bits")
+        raise RowError(
+            f"{what} is greyscale, and the range of its values is unknown", hint="save it as PNG with 8 or 16 bits"
+        )
     alpha = None
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
         grey = image.mode in ("L", "LA", "La")  # kept grey: its profile is one for grey
@@ -268,7 +272,7 @@ def to_thumbnail(image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
 def require_proportions(mask: Image.Image, image: Size) -> None:
     """Raise RowError when the proportions of a mask and its image differ by more than a pixel."""
     if abs(mask.width * image[1] - mask.height * image[0]) > max(*mask.size, *image):
-        raise RowError("the mask has other proportions than the target", expected=image, found=mask.size)
+        raise RowError("the mask and the target have different proportions", expected=image, found=mask.size)
 
 
 def to_loss_mask(mask: Image.Image, image: Size, view: View) -> torch.Tensor:

@@ -89,7 +89,7 @@ def check_prompt(prompt: str) -> None:
     if len(prompt) > MAX_PROMPT_CHARS:
         raise RowError("the prompt is too long", expected=f"at most {MAX_PROMPT_CHARS} characters", found=len(prompt))
     if half := re.search("[\ud800-\udfff]", prompt):
-        raise RowError("the prompt is no Unicode text", found=repr(half[0]), hint="write it as UTF-8")
+        raise RowError("the prompt is not valid Unicode", found=repr(half[0]), hint="write it as UTF-8")
     if special := _SPECIAL_TOKEN.search(prompt):
         raise RowError("the prompt contains a special token", found=special[0], hint="remove it from the prompt")
 
@@ -259,7 +259,7 @@ class PromptEncoder:
         found = len(self._tokenizer(self._family.before_prompt)["input_ids"])
         if found != self._family.drop_tokens:
             raise ModelError(
-                "the tokenizer is not this model's: it gives the template another length",
+                "the tokenizer does not belong to this model: it gives the template another length",
                 where=pretrained.component("tokenizer"),
                 expected=f"{self._family.drop_tokens} tokens before the images",
                 found=found,

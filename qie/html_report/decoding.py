@@ -52,7 +52,7 @@ class VaeDecoder:
             pixels = self._vae.decode(values.to(self._vae.dtype)).sample[0, :, 0].float()
         except torch.OutOfMemoryError as error:
             raise QieError(
-                "the device is out of memory while a latent is decoded",
+                "the device ran out of memory while decoding a latent",
                 found=" ".join(str(error).split())[:200],
                 hint="free its memory, or hide it with CUDA_VISIBLE_DEVICES= to decode on the CPU",
             ) from error

@@ -72,7 +72,7 @@ def check_controls(family: str, count: int, where: str | None = None) -> None:
     limit = FAMILIES[family].max_controls
     if limit is not None and count > limit:
         raise UsageError(
-            "more images than the model takes",
+            "too many images for the model",
             where=where,
             expected=f"{limit} for family {family}",
             found=count,
@@ -101,7 +101,7 @@ def generate(
     """The edited image; see `Predictor.generate`. Neither uses nor changes the global random state.
 
     Raises:
-        QieError: the device is out of memory.
+        QieError: the device ran out of memory.
     """
     embeds = {}
     width, height = size or (None, None)
@@ -123,7 +123,7 @@ def generate(
             )
     except torch.OutOfMemoryError as error:
         raise QieError(
-            "a device is out of memory while it generates an image",
+            "a device ran out of memory while generating an image",
             found=" ".join(str(error).split())[:200],
             hint="lower data.area_px or --size; qie-predict takes a device for each component (predict.devices)",
         ) from error

@@ -80,7 +80,7 @@ class _Line(BaseModel):
     @model_validator(mode="after")
     def _check_images(self) -> _Line:
         if (self.image is None) == (self.images is None):
-            raise ValueError("one of image and images")
+            raise ValueError("either image or images")
         return self
 
 
@@ -139,7 +139,9 @@ def check_requests(requests: Sequence[Request], background: str) -> None:
             for output in request.outputs:
                 check_image_path(output)
                 if (place := output.resolve()) in writers:
-                    raise UsageError("two images for one file", where=output, found=f"also {writers[place]}")
+                    raise UsageError(
+                        "two images would go into the same file", where=output, found=f"also {writers[place]}"
+                    )
                 writers[place] = request.where
             read_images(request.images, background)
             check_prompts(request.prompt, request.negative_prompt)
@@ -243,7 +245,9 @@ def read_images(paths: Iterable[str], background: str, where: str | None = None)
 def check_image_path(path: Path) -> None:
     """Raise UsageError when no image can be written to `path`: for a check before the work, not after it."""
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
-        raise UsageError("the ending names no image format", where=path, expected="such as .png or .jpg")
+        raise UsageError(
+            "the file extension is not that of an image format", where=path, expected="such as .png or .jpg"
+        )
     require_writable(path)
 
 
@@ -283,9 +287,9 @@ def _parsed(text: str, where: str) -> _Line:
     key = ".".join(str(step) for step in first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
-        raise UsageError("the line is no JSON", where=where, found=message)
+        raise UsageError("the line is not valid JSON", where=where, found=message)
     if first["type"] == "model_type":
-        raise UsageError("the line is no JSON object", where=where, found=text.strip()[:60])
+        raise UsageError("the line is not a JSON object", where=where, found=text.strip()[:60])
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else None

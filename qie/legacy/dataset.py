@@ -105,7 +105,9 @@ def loader(
     named = class_path.rpartition(".")[2] == "ImageDataset"
     if init_args is not None and not named:
         hint = "other datasets are sources: a folder, CSV, JSONL, Parquet, Hugging Face or tars; qie.open_source"
-        raise UsageError("no custom dataset class is imported", expected="ImageDataset", found=class_path, hint=hint)
+        raise UsageError(
+            "custom dataset classes are not imported", expected="ImageDataset", found=class_path, hint=hint
+        )
     dataset = ImageDataset({**(init_args or {}), **more, **({} if named else {"dataset_path": class_path})})
     batches = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle, collate_fn=_together)
     batches.cache_manager = dataset.cache_manager
@@ -128,11 +130,11 @@ def pictures(given: object, background: str) -> list[Image.Image]:
     if isinstance(given, np.ndarray):
         if given.dtype != np.uint8 or given.ndim not in (3, 4) or given.shape[-1] != 3:
             expected, found = "[H, W, 3] or [B, H, W, 3] of uint8", f"{list(given.shape)} of {given.dtype}"
-            raise UsageError("the array is no image", expected=expected, found=found)
+            raise UsageError("the array is not an image", expected=expected, found=found)
         return [Image.fromarray(one) for one in (given if given.ndim == 4 else given[None])]
     if isinstance(given, Sequence):
         return [image for one in given for image in pictures(one, background)]
-    raise UsageError("this is no image", expected="an image of PIL, an array, or a path", found=type(given).__name__)
+    raise UsageError("this is not an image", expected="a PIL image, an array or a path", found=type(given).__name__)
 
 
 def _pixels(content: bytes, what: str) -> NDArray[np.uint8]:

@@ -157,7 +157,7 @@ class EmbeddingCacheManager:
 
     def _single(self, kind: str, file_hash: str) -> File:
         if not re.fullmatch(r"[0-9A-Za-z_-]{1,128}", file_hash):
-            raise UsageError("this is no hash", expected="letters and digits", found=file_hash)
+            raise UsageError("this is not a hash", expected="letters and digits", found=file_hash)
         return File(self._folder.child(_known(kind)), f"{file_hash}.safetensors")
 
     def _shards(self) -> tuple[ShardSet | None, dict[str, int]]:

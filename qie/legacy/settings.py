@@ -103,7 +103,7 @@ class CacheConfig:
         for name in ENCODERS:
             wanted = CacheType(self.mapping.get(name, self.cache_type or CacheType.NONE))
             if wanted == CacheType.GPU and not gpu:
-                raise ConfigError("there is no GPU to cache on", where=f"CacheConfig, {name}", expected="cpu or auto")
+                raise ConfigError("no GPU to cache on", where=f"CacheConfig, {name}", expected="cpu or auto")
             found[name] = (CacheType.GPU if gpu else CacheType.CPU) if wanted == CacheType.AUTO else wanted
         return found
 
@@ -144,7 +144,7 @@ class CacheConfig:
         if not all(isinstance(part, (str, bytes, int, float)) for part in parts):
             # The hash of any other object is of this process, and would be another one tomorrow.
             raise UsageError(
-                "what a cache knows a value by has to be text, bytes, a number, or a tuple of them",
+                "a key extractor must return text, bytes, a number, or a tuple of them",
                 where=f"CacheConfig.key_extractors, {encoder}",
                 found=type(known_by).__name__,
             )
@@ -157,7 +157,7 @@ def require_frozen(encoders: Mapping[str, object]) -> None:
         weights = encoder.parameters() if isinstance(encoder, torch.nn.Module) else ()
         if getattr(encoder, "trainable", False) is True or any(weight.requires_grad for weight in weights):
             raise ConfigError(
-                "an encoder that can be trained cannot be cached",
+                "a trainable encoder cannot be cached",
                 where=name,
-                hint="freeze it with requires_grad_(False), or cache nothing of it: CacheType.NONE",
+                hint="freeze it with requires_grad_(False), or turn its cache off: CacheType.NONE",
             )

@@ -133,9 +133,11 @@ class QwenImageEditTrainer:
         given: object = config
         if not isinstance(given, Config):
             hint = "qie.load_config reads a YAML file; docs/migration.md lists the keys that changed"
-            raise UsageError("this is no configuration of qie", found=type(given).__name__, hint=hint)
+            raise UsageError("this is not a qie configuration", found=type(given).__name__, hint=hint)
         if self._run is not None:
-            raise UsageError("the model in training is there already", hint="change the configuration before set_lora")
+            raise UsageError(
+                "the model is already loaded for training", hint="change the configuration before set_lora"
+            )
         self._config = given
         self._pretrained: PretrainedModel | None = None
         self._encoder: Encoder | None = None
@@ -231,10 +233,10 @@ class QwenImageEditTrainer:
             ignored("a device", "cache.vae_encoder_device and cache.text_encoder_device in the configuration")
         row = data.get("row") if isinstance(data, dict) else data
         if not isinstance(row, (Row, int)):
-            raise UsageError("this is no row", expected="a qie.Row, or its number", found=type(data).__name__)
+            raise UsageError("this is not a row", expected="a qie.Row, or its number", found=type(data).__name__)
         rows, number = open_rows(self.config), row.index if isinstance(row, Row) else row
         if isinstance(row, Row) and not (number < len(rows) and rows.read(number) == row):
-            raise UsageError("the row is none of data.source", where=row.name, hint="its number is enough")
+            raise UsageError("the row is not in data.source", where=row.name, hint="its number is enough")
         return self._precompute(rows, (number, number + 1))
 
     def _precompute(self, rows: Source, wanted: tuple[int, int]) -> Report:
@@ -356,7 +358,7 @@ class QwenImageEditTrainer:
         """
         if not isinstance(batch, Batch):
             raise UsageError(
-                "this is no batch of qie",
+                "this is not a batch of qie",
                 found=type(batch).__name__,
                 hint="loop over trainer.stream, or over what trainer.accelerator_prepare(train_dataloader) gives",
             )
@@ -466,7 +468,7 @@ class QwenImageEditTrainer:
         against = [negative_prompt] * len(scenes) if negative_prompt is None else _texts(negative_prompt)
         against = against * len(scenes) if len(against) == 1 else against
         if len(against) != len(scenes):
-            raise UsageError("several negative prompts need a prompt each", expected=len(scenes), found=len(against))
+            raise UsageError("each negative prompt needs its own prompt", expected=len(scenes), found=len(against))
         if self._predictor is None:
             self.setup_predict()
         assert self._predictor is not None
@@ -502,7 +504,7 @@ class QwenImageEditTrainer:
         """
         if latents.ndim not in (4, 5) or latents.shape[-3] != 1:
             found = list(latents.shape)
-            raise UsageError("these are no latents", expected="[C, 1, H, W] or [B, C, 1, H, W]", found=found)
+            raise UsageError("these are not latents", expected="[C, 1, H, W] or [B, C, 1, H, W]", found=found)
         vae, batch = self.vae, latents if latents.ndim == 5 else latents[None]
         mean, std = (
             torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
@@ -519,7 +521,7 @@ class QwenImageEditTrainer:
         if isinstance(prompt, str):
             return [(given, prompt)]
         if len(given) != len(prompts):
-            raise UsageError("several prompts need an image each", expected=len(prompts), found=len(given))
+            raise UsageError("each prompt needs its own image", expected=len(prompts), found=len(given))
         return [([image], text) for image, text in zip(given, prompts, strict=True)]
 
     def _adapter(self) -> Path:
@@ -538,14 +540,16 @@ class QwenImageEditTrainer:
 
     def _running(self) -> Run:
         if self._run is None:
-            raise UsageError("there is no model in training", hint="call set_lora first, or fit for all of it")
+            raise UsageError(
+                "no model is loaded for training", hint="call set_lora first, or call fit, which does it all"
+            )
         return self._run
 
 
 def _texts(given: str | Sequence[str]) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise UsageError("this is no prompt", expected="a text, or several", found=type(given).__name__)
+        raise UsageError("this is not a prompt", expected="a text, or several", found=type(given).__name__)
     return list(texts)
 
 
@@ -553,5 +557,5 @@ def _no_loader(given: object, expected: str) -> UsageError:
     """What is wrong with a DataLoader where `expected` is taken."""
     hint = "section data of the configuration says how rows are dealt into batches"
     return UsageError(
-        "loaders of other libraries are not taken", expected=expected, found=type(given).__name__, hint=hint
+        "data loaders of other libraries are not supported", expected=expected, found=type(given).__name__, hint=hint
     )

@@ -411,5 +411,5 @@ def _located(error: RowError, number: int, name: str) -> RowError:
         where=where,
         expected=error.expected,
         found=error.found,
-        hint=error.hint or "--on-error skip goes on",
+        hint=error.hint or "to skip such rows, use --on-error skip",
     )

@@ -130,7 +130,7 @@ def _make(output: Folder) -> None:
         output.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            "the output is no folder and cannot be made one",
+            "the output is not a folder and cannot be created",
             where=output,
             found=error.strerror,
             hint="correct --output, or cache.cache_dir",
@@ -218,7 +218,7 @@ def _died(worker: _Worker) -> QieError:
         "a worker process died",
         where=worker.process.name,
         found=f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}",
-        hint="was it out of memory? Published shards stay; run the same command again to go on",
+        hint="was it out of memory? Published shards stay; run the same command again to continue",
     )
 
 

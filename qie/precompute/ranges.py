@@ -34,7 +34,7 @@ def resolve_part(part: str, rows: int, shard_size: int) -> Range:
     number, parts = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= number <= parts:
         hint = "of a SLURM array --array=1-64: --part $SLURM_ARRAY_TASK_ID/64"
-        raise UsageError("there is no such part", where="--part", expected="1/N to N/N", found=part, hint=hint)
+        raise UsageError("no such part", where="--part", expected="1/N to N/N", found=part, hint=hint)
     shards = -(-rows // shard_size)
     start, stop = (min(shards * end // parts * shard_size, rows) for end in (number - 1, number))
     return start, stop

@@ -161,7 +161,7 @@ def _explained(ray: Any) -> Iterator[None]:
         raise
     except ray.exceptions.RayError as error:
         raise QieError(
-            f"a task died, {RETRIES + 1} times over",
+            f"a task died {RETRIES + 1} times",
             found=" ".join(str(error).split())[:300],
-            hint="was a node out of memory? Published shards stay; run the same command again to go on",
+            hint="was a node out of memory? Published shards stay; run the same command again to continue",
         ) from error

@@ -207,7 +207,7 @@ def _ranges(origins: Iterable[_Origin], shard_size: int, chosen: Range | None) -
     first, last = chosen or (covered[0][0], covered[-1][1])
     within = [(max(start, first), min(stop, last)) for start, stop in covered if start < last and stop > first]
     if first >= last or not within:
-        raise UsageError("there are no such rows", expected=f"rows of {covered}", found=f"[{first}, {last})")
+        raise UsageError("no such rows", expected=f"rows of {covered}", found=f"[{first}, {last})")
     for start, stop in within:
         yield from shard_ranges(start, stop, shard_size, ())
 

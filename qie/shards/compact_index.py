@@ -78,7 +78,7 @@ class ManifestFolder(ObjectFolder):
         compact = read_compact(folder)
         if compact is None:
             raise ShardError(
-                "a folder on a web server has no compacted index, and nothing else tells its shards",
+                "a folder on a web server has no compacted index, and nothing else lists its shards",
                 where=folder.url,
                 expected=COMPACT_NAME,
                 hint="write it with qie-stats --compact before the folder is copied to the server, or name each shard, "
@@ -121,14 +121,14 @@ def read_compact(folder: Folder) -> Compact | None:
         columns = load(content)
         digest, text = metadata["qie"][:64], metadata["qie"][64:]
         if _digest(text, columns) != digest:
-            raise ValueError("its SHA-256 is another one than it says")
+            raise ValueError("its SHA-256 does not match its content")
         return _parsed(json.loads(text), columns)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, SafetensorError, RecursionError) as error:
         raise ShardError(
             "the compacted index is damaged",
             where=file,
             found=first_fault(error) if isinstance(error, ValidationError) else " ".join(str(error).split())[:200],
-            hint="delete it, or make it again with qie-stats --compact: the shards' own indexes hold all it says",
+            hint="delete it, or rebuild it with qie-stats --compact: the shards' own indexes hold all it says",
         ) from error
 
 
@@ -173,7 +173,7 @@ def _require_shards(shards: Sequence[CompactShard]) -> None:
         if second.rows[0] < first.rows[1]:
             raise ValueError(f"{first.stem} and {second.stem} hold the same rows")
     if len({shard.stem for shard in shards}) < len(shards):
-        raise ValueError("two shards have one name")
+        raise ValueError("two shards have the same name")
 
 
 def _require_columns(table: Table) -> None:
@@ -215,7 +215,7 @@ def _require_sense(compact: Compact) -> None:
     }
     for name, places in odd.items():
         if places.any():
-            raise ValueError(f"{name} cannot be so, at sample {int(np.argmax(places))}")
+            raise ValueError(f"{name} is impossible at sample {int(np.argmax(places))}")
 
 
 def _least_sizes(compact: Compact) -> np.ndarray:

@@ -213,7 +213,7 @@ def read_index(place: File | str | Path) -> ShardIndex:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     _check(index, path)
     if index.this_sha256 is not None and not _has_own_hash(text, index.this_sha256):
-        raise _damaged(path, "its SHA-256 is another one than it says")
+        raise _damaged(path, "its SHA-256 does not match its content")
     return index
 
 
@@ -272,7 +272,7 @@ def _damaged(path: File, found: str) -> ShardError:
 def _check(index: ShardIndex, path: File) -> None:
     """That the index agrees with itself: its name, its rows, its members."""
     if parse_stem(path.stem) not in (None, (index.start, index.stop)):
-        raise ShardError("the index is of another range than its name", where=path, found=[index.start, index.stop])
+        raise ShardError("the index has another range than its name", where=path, found=[index.start, index.stop])
     found = [(one.row, one.variant) for one in index.accounts]
     # Variants are numbered from 0: counted within its row, each has the number that it says.
     counted = [(row, number) for row, variants in groupby(found, itemgetter(0)) for number, _ in enumerate(variants)]

@@ -237,7 +237,7 @@ def _sizes(entry: Entry, member: Member, recipe: Recipe, where: object) -> Sizes
 def _digests(digests: Sequence[str], where: object) -> NDArray[np.uint8]:
     odd = [digest for digest in digests if not is_digest(digest)]
     if odd:
-        raise ShardError("the index holds something else than a hash", where=where, found=repr(odd[0][:80]))
+        raise ShardError("the index has a malformed hash", where=where, found=repr(odd[0][:80]))
     return np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, HASH_BYTES)
 
 

@@ -68,10 +68,10 @@ def compact_faults(compact: Compact, number: int, shard: Shard) -> Iterator[QieE
         odd.append("recipe")
     if odd:
         yield ShardError(
-            "the compacted index does not say what the shard's own index says",
+            "the compacted index disagrees with the shard's own index",
             where=f"{File(shard.file.folder, COMPACT_NAME)}, {said.stem}",
             found=f"other {', '.join(odd)}",
-            hint="make it again with qie-stats --compact",
+            hint="rebuild it with qie-stats --compact",
         )
 
 

@@ -167,7 +167,7 @@ class ShardWriter:
         return ShardOverlapError(
             "another shard holds some of these rows",
             where=File(self.index_file.folder, f"{shard_stem(*rows)}.json"),
-            hint="another run writes here with another --shard-size or range: when it has ended, run this one again",
+            hint="another run writes here with another --shard-size or range; run this one again when it has ended",
         )
 
     @contextmanager
@@ -180,7 +180,9 @@ class ShardWriter:
                 "the shard cannot be written",
                 where=self._tar_file if self._partial else tempfile.gettempdir(),
                 found=error.strerror or error,
-                hint="make room and run again: published shards stay, and nothing else is left" if full else None,
+                hint="free some space and run again: published shards stay, and nothing else is left behind"
+                if full
+                else None,
             ) from error
 
 
@@ -224,7 +226,7 @@ def _locked(partial: Path) -> BinaryIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         mine = is_at(file, partial)
         if not mine:
-            raise ShardBusyError("another process has just written this shard, or given it up", where=partial)
+            raise ShardBusyError("another process has just written or abandoned this shard", where=partial)
         if _is_locked(partial.with_suffix("")):
             raise ShardBusyError("another process is publishing this shard", where=partial)
         file.truncate(0)

@@ -101,7 +101,7 @@ class Connection:
             if error.errno == socket.EAI_AGAIN:
                 return
             raise StoreError(
-                "the host of a store is not known",
+                "the host of a store is unknown",
                 where=self.url,
                 found=f"{host}: {error.strerror}",
                 hint="correct the URL or AWS_ENDPOINT_URL, or check this machine's network",

@@ -2,7 +2,7 @@
 
 QieError
 └── StoreError            a store cannot be reached, refuses, or sends other bytes than asked for
-    ├── MissingError      there is no such file
+    ├── MissingError      no such file
     ├── ChangedError      a file has another size than its reader knows
     ├── RefusedError      the system gives no access to this one file; others may be read
     ├── TooLargeError     a file is too large to be read whole
@@ -93,7 +93,7 @@ class Folder(Protocol):
         ...
 
     def size(self, name: str) -> int | None:
-        """The size of a file in bytes; None when there is no such file."""
+        """The size of a file in bytes; None when no such file."""
         ...
 
     def read(
@@ -109,7 +109,7 @@ class Folder(Protocol):
 
         Raises:
             ChangedError: the file has another size.
-            MissingError: there is no such file.
+            MissingError: no such file.
             TooLargeError: `stop` is None, and more than `most` bytes would have to be read.
             RefusedError: the system gives no access to this file.
             StoreError: the file ends before `stop`, or fewer bytes came than were asked for.
@@ -143,7 +143,7 @@ def checked(name: str, forbidden: str = "\\\0") -> str:
     parts = name.split("/")
     if "" in parts or "." in parts or ".." in parts or any([char in name for char in forbidden]):  # noqa: C419 - faster
         raise UsageError(
-            "a file name leaves its folder, or is none", where=repr(name), expected="a relative name such as a/b.tar"
+            "a file name is empty or leaves its folder", where=repr(name), expected="a relative name such as a/b.tar"
         )
     return name
 
@@ -151,7 +151,7 @@ def checked(name: str, forbidden: str = "\\\0") -> str:
 def checked_range(name: str, start: int, stop: int | None) -> None:
     """Raise UsageError for a range that counts from the end, or ends before it starts."""
     if start < 0 or (stop is not None and stop < start):
-        raise UsageError("a range of bytes is not one", where=name, expected="0 ≤ start ≤ stop", found=(start, stop))
+        raise UsageError("a byte range is invalid", where=name, expected="0 ≤ start ≤ stop", found=(start, stop))
 
 
 def require_whole(size: int, where: object, most: int = WHOLE_BYTES) -> None:

@@ -121,7 +121,7 @@ def _aws_profile() -> dict[str, str]:
             raise UsageError("an AWS profile cannot be read", where=file, found=type(error).__name__) from error
         found.update(parser[section] if parser.has_section(section) else {})
     if name and not found and not _is_set("s3"):
-        raise UsageError("there is no such AWS profile", where=f"AWS_PROFILE={name}", expected=" or ".join(files))
+        raise UsageError("no such AWS profile", where=f"AWS_PROFILE={name}", expected=" or ".join(files))
     return found
 
 
@@ -170,7 +170,7 @@ def _demand_metadata(scheme: str) -> None:
         answer = _answer(address, path, headers)
     if answer not in answers:
         raise StoreError(
-            "there are no credentials for a store",
+            "no credentials for the store",
             expected="in the environment, in a profile, or from the cloud that this machine runs in",
             hint=CREDENTIALS[scheme],
         )

@@ -157,11 +157,11 @@ def _open_regular(path: str | Path) -> tuple[int, int]:
         os.close(handle)
         if stat.S_ISDIR(facts.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        raise FileNotFoundError(errno.ENOENT, "it is no regular file")
+        raise FileNotFoundError(errno.ENOENT, "it is not a regular file")
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EISDIR, errno.ELOOP):
             raise
-        raise MissingError("there is no such file", where=Path(path)) from error
+        raise MissingError("no such file", where=Path(path)) from error
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -102,7 +102,7 @@ class HubFolder:
             return self._ask(self._url(name), lambda: self._whole(self._at(name), most))
         size = self.size(name) if stop is None or start == stop else None
         if size is None and (stop is None or start == stop):
-            raise MissingError("there is no such file", where=self._url(name))
+            raise MissingError("no such file", where=self._url(name))
         end = size if stop is None else stop
         assert end is not None
         content = b""
@@ -187,11 +187,11 @@ class HubFolder:
         except Exception as error:  # those of huggingface_hub, of its HTTP client, of fsspec and of the system
             line = " ".join(str(error).split())[:MAX_CAUSE] or type(error).__name__
             if _no_repository(error) or _status(error) in (401, 403):
-                what, hint = "there is no such repository, or no access to it", "set HF_TOKEN, or run hf auth login"
+                what, hint = "no such repository, or no access to it", "set HF_TOKEN, or run hf auth login"
                 raise StoreError(what, where=url, found=line, hint=hint) from error
             if isinstance(error, FileNotFoundError) or "EntryNotFoundError" in _names(error):
-                raise MissingError("there is no such file", where=url) from error
-            raise StoreError("the Hub does not do what it was asked", where=url, found=line) from error
+                raise MissingError("no such file", where=url) from error
+            raise StoreError("a request to the Hub failed", where=url, found=line) from error
 
     def _at(self, name: str) -> str:
         return f"{self.root}/{checked(name)}"

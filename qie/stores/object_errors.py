@@ -63,15 +63,18 @@ def store_error(error: Exception, url: str) -> StoreError:
     """A StoreError of one line for any error of obstore."""
     scheme = url.partition("://")[0].lower()
     if no_bucket(error):
-        what, hint = "there is no such bucket", "correct the bucket's name, or create the bucket"
+        what, hint = "no such bucket", "correct the bucket's name, or create the bucket"
     elif type(error).__name__ in _NO_ACCESS or status(error) in (401, 403) or "credential" in str(error):
-        what, hint = "a store denies access", CREDENTIALS.get(scheme, "ask for a URL that needs no login")
+        what, hint = "the store denies access", CREDENTIALS.get(scheme, "ask for a URL that needs no login")
     elif f"{NOWHERE}," in str(error):
-        what, hint = "a store sends to another host, which is not followed", "set AWS_ENDPOINT_URL to the host itself"
+        what, hint = (
+            "the store redirects to another host, which qie does not follow",
+            "set AWS_ENDPOINT_URL to the host itself",
+        )
     elif "redirect without LOCATION" in str(error):
-        what, hint = "a bucket lies in another region", "set AWS_REGION to the region of the bucket"
+        what, hint = "the bucket is in another region", "set AWS_REGION to the region of the bucket"
     else:
-        what, hint = "a store does not do what it was asked", "try again later; see whether the URL is right"
+        what, hint = "a request to the store failed", "check the URL, or try again later"
     return StoreError(what, where=url, found=cause(error), hint=hint)
 
 

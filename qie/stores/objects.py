@@ -54,7 +54,7 @@ class ObjectFolder:
             raise UsageError("a URL names no bucket", where=url, expected=f"such as {scheme}://name/path")
         if "@" in bucket or (web and set("?#") & set(rest)):
             raise UsageError(
-                "a URL holds a login or a query",
+                "a URL has a login or a query",
                 where=f"{scheme}://{bucket.rpartition('@')[2].partition('?')[0]}/…",
                 hint="name a folder; files are asked for below it",
             )
@@ -146,7 +146,7 @@ class ObjectFolder:
         """No bytes, of a file that is there and has at least `needed`."""
         size = self.size(name)
         if size is None:
-            raise MissingError("there is no such file", where=self._url(name))
+            raise MissingError("no such file", where=self._url(name))
         if size < needed:
             raise StoreError("a file is too short", where=self._url(name), expected=f"{needed} bytes", found=size)
         return b""
@@ -234,10 +234,10 @@ class ObjectFolder:
             raise
         except Exception as error:  # obstore's errors share no base
             if isinstance(error, FileNotFoundError) and not no_bucket(error):
-                raise MissingError("there is no such file", where=url) from error
+                raise MissingError("no such file", where=url) from error
             if type(error).__name__ == "NotSupportedError" and "Range" in str(error):
                 raise WholeFilesError(
-                    "a web server sends only whole files",
+                    "the web server sends only whole files",
                     where=url,
                     hint="keep whole shards on this machine's disk (cache.local_dir), or serve them by one that knows "
                     "ranges, such as nginx",
@@ -246,7 +246,7 @@ class ObjectFolder:
 
     def _refuse_web(self, name: str) -> None:
         if self._web:
-            raise StoreError("over http files can only be read", where=self._url(name))
+            raise StoreError("files cannot be written over http", where=self._url(name))
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{checked(name)}" if self.prefix else checked(name)

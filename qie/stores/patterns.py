@@ -134,7 +134,7 @@ def _range(pattern: str, text: str) -> list[str] | None:
 def _limited(count: int, pattern: str) -> None:
     if count > MAX_NAMES:
         raise UsageError(
-            "the braces of a pattern stand for too many names", where=pattern, expected=f"at most {MAX_NAMES}"
+            "the braces of a pattern expand to too many names", where=pattern, expected=f"at most {MAX_NAMES}"
         )
 
 

@@ -93,5 +93,5 @@ def _seconds(name: str, default: float) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < 1e6:
-        raise UsageError("an environment variable is no number of seconds", where=name, found=repr(text))
+        raise UsageError("an environment variable is not a number of seconds", where=name, found=repr(text))
     return seconds

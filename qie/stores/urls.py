@@ -99,7 +99,7 @@ class File:
         return File(self.folder, str(PurePosixPath(self.name).with_suffix(suffix)))
 
     def size(self) -> int | None:
-        """In bytes; None when there is no such file."""
+        """In bytes; None when no such file."""
         return self.folder.size(self.name)
 
     def read(
@@ -112,14 +112,14 @@ class File:
         """The file from its start, seekable, for one thread; a remote one comes `buffer_bytes` at a time.
 
         Raises:
-            MissingError: there is no such file.
+            MissingError: no such file.
             StoreError: it cannot be opened.
         """
         if path := self.path:
             return open_regular(path)
         size = self.size()
         if size is None:
-            raise MissingError("there is no such file", where=self)
+            raise MissingError("no such file", where=self)
         return cast(BinaryIO, io.BufferedReader(_Ranges(self, size), buffer_bytes))
 
 

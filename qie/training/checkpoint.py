@@ -114,7 +114,9 @@ def save(output_dir: Path, state: RunState, tensors: RunTensors, model: Trainabl
             "the checkpoint cannot be written",
             where=folder,
             found=error,
-            hint=f"make room and go on with --resume {before[-1]}" if before else "make room and start again",
+            hint=f"free some space and continue with --resume {before[-1]}"
+            if before
+            else "free some space and start again",
         ) from error
     return folder
 
@@ -153,7 +155,7 @@ def _require_types(state: RunState) -> None:
     wrong = [name for name, value in counts.items() if type(value) is not int or value < 0]
     wrong += [name for name, value in mappings.items() if not isinstance(value, dict)]
     if wrong or state.batches < state.step:
-        raise ValueError(f"{wrong[0] if wrong else 'batches'} is no value that a run saves")
+        raise ValueError(f"{wrong[0] if wrong else 'batches'} is not a value that a run saves")
 
 
 # Whether a run may go on from a checkpoint
@@ -185,7 +187,7 @@ def require_steps(state: RunState, steps: int, folder: Path) -> None:
     """Raise UsageError when a checkpoint is of a later step than the last of `steps`: its run would not find an end."""
     if state.step > steps:
         raise UsageError(
-            "the checkpoint is of a later step than the run's last",
+            "the checkpoint is later than the run's last step",
             where=folder,
             expected=f"at most step {steps}",
             found=f"step {state.step}",
@@ -199,7 +201,7 @@ def require_same(state: RunState, mine: dict[str, Any], folder: Path) -> None:
     differing = [name for name in mine if mine[name] != theirs.get(name)]
     if differing:
         raise QieError(
-            f"the checkpoint is of another run: {', '.join(differing)} changed",
+            f"the checkpoint belongs to another run: {', '.join(differing)} changed",
             where=folder,
             expected={name: theirs.get(name) for name in differing},
             found={name: mine[name] for name in differing},
@@ -214,7 +216,9 @@ def damaged(folder: Path, found: str) -> QieError:
     """The error for a checkpoint that cannot be used; names the one before it."""
     there = checkpoints(folder.parent)
     before = there[: there.index(folder)] if folder in there else []
-    hint = f"go on from the one before: --resume {before[-1]}" if before else "start again, in another train.output_dir"
+    hint = (
+        f"continue from the one before: --resume {before[-1]}" if before else "start again, in another train.output_dir"
+    )
     return QieError("the checkpoint is damaged or was not written by qie-train", where=folder, found=found, hint=hint)
 
 

@@ -38,7 +38,7 @@ def find_checkpoint(resume: str, output_dir: Path) -> Path:
         return folder
     found = checkpoints(output_dir)
     if not found:
-        raise UsageError("there is no checkpoint to resume from", where=output_dir, hint="start without --resume")
+        raise UsageError("no checkpoint to resume from", where=output_dir, hint="start without --resume")
     return found[-1]
 
 
@@ -52,9 +52,9 @@ def find_resume(resume: str | None, output_dir: Path) -> Path | None:
     found = find_checkpoint(resume, output_dir) if resume else None
     if checkpoints(output_dir) and (found is None or found.parent.resolve() != output_dir.resolve()):
         raise UsageError(
-            "the output folder holds a run already",
+            "the output folder already holds a run",
             where=output_dir,
-            hint="go on with --resume latest, or give the new run its own train.output_dir",
+            hint="continue it with --resume latest, or give the new run its own train.output_dir",
         )
     return found
 

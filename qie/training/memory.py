@@ -115,7 +115,7 @@ def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, acc
     sharded = accelerator.distributed_type == "FSDP"
     if sharded and (model.quantize in ("fp8", "int8") or section.offload_blocks):
         raise ConfigError(
-            "weights that are spread over processes can neither be fp8 or int8 nor be offloaded",
+            "weights that are sharded over processes cannot be fp8 or int8, nor be offloaded",
             where="model.quantize" if model.quantize else "train.offload_blocks",
             hint="set model.quantize to null or nf4 and train.offload_blocks to 0, or use configs/accelerate/ddp.yaml",
         )
@@ -290,10 +290,10 @@ def explained_memory(setup: Setup) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise QieError(
-            "the device is out of memory",
+            "the device ran out of memory",
             expected=f"about {_gb(estimate(setup).total)} for this configuration",
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            hint="; or ".join(advice(setup)) or "use a device with more memory, or end other programs on it",
+            hint="; or ".join(advice(setup)) or "use a device with more memory, or stop other programs on it",
         ) from error
 
 

@@ -36,7 +36,7 @@ def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Param
         raise ConfigError("the optimizer evaluates the loss itself", where=key, found=section.class_path)
     if hasattr(found, "eval"):
         raise ConfigError(
-            "the optimizer keeps other weights for training than for use, which a checkpoint cannot hold",
+            "the optimizer keeps separate weights for training and for inference, and a checkpoint holds only one",
             where=key,
             found=section.class_path,
             hint="such as prodigyopt.Prodigy or torch.optim.AdamW; train.ema_decay averages weights, too",
@@ -91,7 +91,7 @@ def make_schedule(section: SchedulerConfig, optimizer: torch.optim.Optimizer, st
     key = "lr_scheduler.class_path"
     found = _named(section.class_path, LRScheduler, key, "torch.optim.lr_scheduler.OneCycleLR")
     if issubclass(found, ReduceLROnPlateau):
-        raise ConfigError("the schedule wants to see a loss", where=key, found=section.class_path)
+        raise ConfigError("the schedule depends on the loss", where=key, found=section.class_path)
     schedule: LRScheduler = _made(found, (optimizer,), section.init_args, "lr_scheduler.init_args")
     try:
         json.dumps(schedule.state_dict())
@@ -107,11 +107,11 @@ def _named(path: str, kind: type, key: str, example: str) -> Any:
     module, _, name = path.rpartition(".")
     if not (module and all(part.isidentifier() for part in path.split(".")) and _is_installed(module.split(".")[0])):
         raise ConfigError(
-            "the class is of no installed package, and nothing else is imported",
+            "the class is not in an installed package, and qie imports nothing else",
             where=key,
             found=path,
             expected=f"such as {example}",
-            hint="install the package that it is in",
+            hint="install its package",
         )
     try:
         found = getattr(importlib.import_module(module), name)
@@ -119,7 +119,7 @@ def _named(path: str, kind: type, key: str, example: str) -> Any:
         why = f"{path} ({type(error).__name__}: {error})"
         raise ConfigError("no such class", where=key, found=why, expected=f"such as {example}") from error
     if not (isinstance(found, type) and issubclass(found, kind)):
-        raise ConfigError(f"not of the right kind: no {kind.__name__}", where=key, found=path)
+        raise ConfigError(f"the class is not a subclass of {kind.__name__}", where=key, found=path)
     return found
 
 

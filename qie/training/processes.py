@@ -51,7 +51,7 @@ def accelerator_of(config: Config) -> Accelerator:
     started = os.environ.get("WORLD_SIZE", str(accelerator.num_processes))
     if started != str(accelerator.num_processes):
         raise UsageError(
-            "processes that were started together would train apart",
+            "processes that were started together would train separately",
             where="WORLD_SIZE",
             expected=f"{started} processes in one group",
             found=accelerator.num_processes,

@@ -193,7 +193,7 @@ class Run:
         return QieError(
             f"the loss is not finite{steps}",
             where=f"step {self.step}, samples {', '.join(bad) or 'none alone: the gradient'}",
-            hint="no weight was changed: look at the samples, go on with --resume latest and leave such steps out with "
+            hint="no weight was changed: inspect the samples, continue with --resume latest and skip such steps with "
             "train.max_nonfinite_steps, or start a new run with a lower optimizer.init_args.lr",
         )
 
@@ -263,7 +263,7 @@ class Run:
             self.schedule.load_state_dict(state.schedule)
             rates = self.schedule.get_last_lr()
             if self.schedule.last_epoch != state.step or not (rates and all(map(math.isfinite, rates))):
-                raise ValueError("schedule is no value that a run saves")
+                raise ValueError("schedule is not a value that a run saves")
             self.stream.load_state_dict(state.stream)
             if self.stream.plans.whole and self.stream.position >= len(self.stream):
                 raise ValueError("stream.position is after the end of its epoch")
@@ -325,7 +325,7 @@ def require_null_prompts(stream: Stream, caption_dropout_rate: float) -> None:
     """Raise ConfigError when captions are to be dropped, and a sample has no null prompt to take their place."""
     if caption_dropout_rate and not stream.samples.columns.null_prompts:
         raise ConfigError(
-            "samples have no null prompt, which takes the place of a dropped caption",
+            "the samples have no null prompt, which replaces dropped captions",
             where="data.caption_dropout_rate",
             expected="0 for shards that were imported without null prompts",
             found=caption_dropout_rate,

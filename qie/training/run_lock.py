@@ -65,4 +65,4 @@ def _taken(path: Path) -> BufferedWriter:
 def require_folder(output_dir: Path) -> None:
     """Raise UsageError when something else has the folder's name."""
     if output_dir.exists() and not output_dir.is_dir():
-        raise UsageError("train.output_dir is no folder", where=output_dir)
+        raise UsageError("train.output_dir is not a folder", where=output_dir)

@@ -79,7 +79,7 @@ REFUSED = {
         for more in (["--vae-device", "cpu"], ["--text-device", "cpu"], ["--engine", "ray"])
     },
     **{
-        f"devices {devices}": (["--devices", devices], "--devices cannot be understood")
+        f"devices {devices}": (["--devices", devices], "--devices cannot be parsed")
         for devices in ("cpu+", "+cpu", "cpu,", ",", "+")
     },
     **{f"devices {devices}": (["--devices", devices], "") for devices in ("gpu", "cpu+tpu", "cpu,cuda:99")},

@@ -140,7 +140,9 @@ def test_on_error_stop_names_the_row_and_publishes_the_complete_shards_before_it
 ) -> None:
     with pytest.raises(RowError) as caught:
         run(StubSource.of(40).changed(21, target=target), tmp_path / "out", on_error="stop")
-    assert all(word in str(caught.value) for word in ("row 21 (row21)", reason, "--on-error skip goes on"))
+    assert all(
+        word in str(caught.value) for word in ("row 21 (row21)", reason, "to skip such rows, use --on-error skip")
+    )
     assert_sound(tmp_path / "out")
     done = [rows_of(index) for index in published(tmp_path / "out")]
     assert done == [(start, start + 4) for start in range(0, 20, 4)][: len(done)]

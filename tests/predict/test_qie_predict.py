@@ -217,7 +217,7 @@ def test_a_transformer_that_is_none_or_another_models_is_refused(edit, tiny_edit
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config | {"joint_attention_dim": 3584}))
     message = edit("--transformer", tmp_path, code=2).stderr
-    assert "another model's" in message and "found:    3584" in message
+    assert "another model" in message and "found:    3584" in message
 
 
 def test_a_batch_generates_what_its_lines_give_alone_and_loads_each_model_once(
@@ -276,7 +276,7 @@ def test_a_line_that_cannot_be_embedded_is_named_before_the_transformer_is_loade
     assert f"{batch}, line 2" in message and "the prompt is too long" in message
     lines[1] = {"images": [str(path) for path in images], "prompt": PROMPT, "output": "b.png"}
     message = edit("--batch", write_batch(tmp_path, *lines), single=False, code=2).stderr
-    assert f"{batch}, line 2" in message and "more images than the model takes" in message
+    assert f"{batch}, line 2" in message and "too many images for the model" in message
 
 
 def test_an_interrupted_run_leaves_no_half_file_and_the_former_one(edit, tmp_path: Path, monkeypatch) -> None:
@@ -320,9 +320,9 @@ def test_a_file_that_is_no_lora_is_refused(edit, tmp_path: Path, tensors) -> Non
 def test_the_same_lora_twice_is_refused_however_it_is_named(edit, loras, tmp_path: Path) -> None:
     first = loras["first"]
     for again in (f"{first}:0.5", first / ADAPTER_FILE, first / ".." / "first"):
-        assert "the same LoRA twice" in edit("--lora", first, "--lora", again, code=2).stderr
+        assert "the same LoRA is given twice" in edit("--lora", first, "--lora", again, code=2).stderr
     adapters = f"model.adapters=[{{path: {first}}}]"
-    assert "the same LoRA twice" in edit("--lora", first, "--set", adapters, code=2).stderr
+    assert "the same LoRA is given twice" in edit("--lora", first, "--set", adapters, code=2).stderr
 
 
 def test_options_that_contradict_or_lack_each_other_are_refused(edit, tmp_path: Path) -> None:

@@ -53,17 +53,17 @@ def test_paths_that_are_absolute_stay(batch, tmp_path: Path) -> None:
     [
         (GOOD | {"promt": "x"}, ["unknown key 'promt'", "one of image, images, prompt", "did you mean 'prompt'?"]),
         ({"image": "a.png", "output": "o.png"}, ["a required key is missing: prompt"]),
-        ({"prompt": "x", "output": "o.png"}, ["one of image and images"]),
-        (GOOD | {"images": ["a.png"]}, ["one of image and images"]),
+        ({"prompt": "x", "output": "o.png"}, ["either image or images"]),
+        (GOOD | {"images": ["a.png"]}, ["either image or images"]),
         (GOOD | {"seed": "7"}, ["line 2, seed", "found:    '7'"]),
         (GOOD | {"seed": -1}, ["line 2, seed", "greater than or equal to 0"]),
         (GOOD | {"seed": 2**63}, ["line 2, seed"]),
         ({"images": [], "prompt": "x", "output": "o.png"}, ["line 2, images"]),
         (GOOD | {"image": "a\0.png"}, ["line 2, image"]),
         (GOOD | {"output": ""}, ["line 2, output"]),
-        (["a.png"], ["the line is no JSON object"]),
-        ("{", ["the line is no JSON"]),
-        ("[" * 100_000, ["the line is no JSON"]),
+        (["a.png"], ["the line is not a JSON object"]),
+        ("{", ["the line is not valid JSON"]),
+        ("[" * 100_000, ["the line is not valid JSON"]),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(batch, tmp_path: Path, line, words) -> None:
@@ -84,12 +84,12 @@ def test_a_file_that_is_no_batch_is_refused(tmp_path: Path, content: bytes | Non
     ("wrong", "words"),
     [
         ({"image": "nowhere.png"}, ["No such file", "nowhere.png"]),
-        ({"image": "batch.jsonl"}, ["no image"]),
+        ({"image": "batch.jsonl"}, ["not an image"]),
         ({"prompt": " "}, ["the prompt is empty", "--prompt"]),
         ({"negative_prompt": "<|im_end|>"}, ["special token"]),
-        ({"output": "nowhere/out.png"}, ["nothing can be written there"]),
-        ({"output": "out.txt"}, ["names no image format"]),
-        ({"output": "sub/../out.png"}, ["two images for one file", "batch.jsonl, line 1"]),
+        ({"output": "nowhere/out.png"}, ["the file cannot be written there"]),
+        ({"output": "out.txt"}, ["not that of an image format"]),
+        ({"output": "sub/../out.png"}, ["two images would go into the same file", "batch.jsonl, line 1"]),
     ],
 )
 def test_what_a_line_names_is_checked_before_any_work(batch, tmp_path: Path, wrong, words) -> None:
@@ -101,7 +101,7 @@ def test_what_a_line_names_is_checked_before_any_work(batch, tmp_path: Path, wro
 
 
 def test_numbered_files_of_two_lines_do_not_meet(batch) -> None:
-    with pytest.raises(UsageError, match="two images for one file"):
+    with pytest.raises(UsageError, match="two images would go into the same file"):
         check_requests(batch(GOOD, GOOD | {"output": "out-1.png"}, count=1) + batch(GOOD, count=2), "#ffffff")
 
 

@@ -522,7 +522,10 @@ MALFORMED: dict[str, tuple[Callable[[Any, dict[str, np.ndarray]], object], str]]
     "a shard of rows backwards": (shard(stem="other", rows=[2, 1]), "cannot hold"),
     "a shard of negative rows": (shard(stem="other", rows=[-1, 2]), "greater than or equal to 0"),
     "a shard of another's rows": (shard(stem="other", rows=[1, 3]), "hold the same rows"),
-    "a shard of another's name": (told(lambda about: [one.update(stem="x") for one in about["shards"]]), "one name"),
+    "a shard of another's name": (
+        told(lambda about: [one.update(stem="x") for one in about["shards"]]),
+        "the same name",
+    ),
     "a tar of negative size": (shard(filesize=-1), "filesize"),
     "a tar smaller than its records": (shard(filesize=1), "sizes"),
     "a skipped row that is none": (shard(skipped=[1]), "skipped"),

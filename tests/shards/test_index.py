@@ -271,7 +271,7 @@ def test_an_index_that_is_wrong_is_refused_by_what_is_wrong(
 def test_another_range_than_the_name_is_refused_and_a_name_that_says_none_says_nothing(tmp_path: Path) -> None:
     for stem in ("00000008-00000013", "00000007-00000012"):
         error = refused(write(tmp_path, make_index().to_json(), stem))
-        assert (error.what, error.found) == ("the index is of another range than its name", [8, 12])
+        assert (error.what, error.found) == ("the index has another range than its name", [8, 12])
     assert read_index(write(tmp_path, make_index().to_json(), "photos 1")) == make_index()
 
 
@@ -291,7 +291,7 @@ def test_an_index_that_is_not_what_its_own_hash_says_is_refused(tmp_path: Path, 
     sealed = f'{sealed[:-1]},"this_sha256":"{hashlib.sha256(sealed.encode()).hexdigest()}"}}'
     assert read_index(write(tmp_path, sealed)).samples[1].name == "row 9"
 
-    assert refused(write(tmp_path, change(sealed))).found == "its SHA-256 is another one than it says"
+    assert refused(write(tmp_path, change(sealed))).found == "its SHA-256 does not match its content"
 
 
 def test_a_range_of_more_rows_than_memory_holds_is_refused(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_a_store_that_fails_is_named_and_not_called_damage(s3: S3, monkeypatch: 
     shards = ShardSet.open([s3.url])
 
     def refuse(self: ObjectFolder, *_: object, **bounds: object) -> bytes:
-        raise StoreError("a store denies access", where=self.url)
+        raise StoreError("the store denies access", where=self.url)
 
     monkeypatch.setattr(ObjectFolder, "read", refuse)
     with pytest.raises(StoreError, match="denies access"):

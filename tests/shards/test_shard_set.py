@@ -332,7 +332,7 @@ def test_an_index_whose_sizes_do_not_fit_each_other_is_refused_when_it_is_opened
 def test_an_index_with_something_else_than_a_hash_is_refused_when_it_is_opened(path: Path, digest: str) -> None:
     rewrite_index(path.with_suffix(".json"), member(sha256=digest))
 
-    with pytest.raises(ShardError, match="something else than a hash") as error:
+    with pytest.raises(ShardError, match="a malformed hash") as error:
         ShardSet.open([path.parent])
     assert str(error.value.where) == str(path)
 
@@ -495,7 +495,7 @@ def test_shards_of_two_recipes_are_refused_by_the_fields_that_differ(
     with pytest.raises(RecipeMismatchError) as error:
         ShardSet.open([tmp_path])
 
-    assert error.value.what == f"shards of another recipe: {said}"
+    assert error.value.what == f"the shards have another recipe: {said}"
     assert (error.value.expected, error.value.found) == (f"recipe {RECIPE.digest}", f"recipe {other.digest}")
     assert str(error.value.where) == str(tmp_path / "00000001-00000002.tar")
     assert error.value.exit_code == 2 and str(tmp_path / "00000000-00000001.tar") in str(error.value.hint)

@@ -224,7 +224,7 @@ def test_no_places_are_no_shards() -> None:
 
 
 def test_a_bucket_that_is_not_there_is_an_error_of_the_store(s3: S3) -> None:
-    with pytest.raises(StoreError, match="there is no such bucket"):
+    with pytest.raises(StoreError, match="no such bucket"):
         find_indexes([f"{s3.url}-of-nobody/shards"])
 
 

@@ -121,7 +121,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "an index was edited": (
         edited,
         f"{FIRST}.json",
-        "its SHA-256 is another one than it says",
+        "its SHA-256 does not match its content",
     ),
     "an index names another record": (
         lambda folder: rewrite_index(folder / f"{FIRST}.json", moved, own_hash=True),

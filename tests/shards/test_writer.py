@@ -390,7 +390,7 @@ def test_on_a_full_disk_there_is_no_new_shard_and_what_was_there_stays(tmp_path:
     assert contents(tmp_path) == before
     assert error.value.found == "No space left on device"
     assert str(error.value.where) == str(tmp_path / f"{start:08d}-{start + 3:08d}.tar")
-    assert "make room" in str(error.value.hint)
+    assert "free some space" in str(error.value.hint)
     write_shard(tmp_path, LARGE, start=start)
     assert_sound(tmp_path)
 
@@ -436,7 +436,7 @@ def test_of_a_disk_that_refuses_it_is_said_why(tmp_path: Path, stage: str, numbe
         write_shard(tmp_path, LARGE)
 
     assert error.value.found == os.strerror(number)
-    assert ("make room" in str(error.value.hint)) == room
+    assert ("free some space" in str(error.value.hint)) == room
     assert names(tmp_path) == []
 
 
@@ -445,7 +445,7 @@ def test_a_place_that_cannot_be_written_to_is_an_error(tmp_path: Path, s3: S3) -
     refused: dict[Any, tuple[type[QieError], str]] = {
         **{tmp_path / place: (ShardError, "the shard cannot be written") for place in ("file", "file/below")},
         **dict.fromkeys(("pipe:cat", "ftp://host/x", "s3:/bucket/x"), (UsageError, "URL")),
-        f"{s3.endpoint}/{s3.bucket}": (StoreError, "over http files can only be read"),
+        f"{s3.endpoint}/{s3.bucket}": (StoreError, "files cannot be written over http"),
     }
 
     for place, (kind, what) in refused.items():
@@ -551,7 +551,7 @@ def test_who_waited_for_the_lock_of_a_shard_takes_nothing_from_its_writer_or_the
 
     with before_the_lock(monkeypatch, let_go):
         if who == "a writer":
-            with pytest.raises(ShardBusyError, match="has just written this shard"):
+            with pytest.raises(ShardBusyError, match="has just written or abandoned this shard"):
                 write_shard(tmp_path, SAMPLES[::-1])
         else:
             remove_abandoned(open_folder(tmp_path), (0, 3))
@@ -723,10 +723,10 @@ def test_in_a_bucket_rows_that_another_shard_got_meanwhile_are_not_published(s3:
 @pytest.mark.parametrize("method", ["delete", "upload", "write"])
 def test_a_store_that_refuses_leaves_no_new_shard(s3: S3, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     def refuse(self: ObjectFolder, *_: object) -> None:
-        raise StoreError("a store denies access", where=self.url)
+        raise StoreError("the store denies access", where=self.url)
 
     monkeypatch.setattr(ObjectFolder, method, refuse)
-    with pytest.raises(StoreError, match="a store denies access"):
+    with pytest.raises(StoreError, match="the store denies access"):
         write_shard(s3.url, SAMPLES)
 
     assert published(s3.url) == []
@@ -738,7 +738,7 @@ def test_a_full_disk_leaves_a_bucket_as_it_was(s3: S3, stage: str) -> None:
         write_shard(s3.url, LARGE)
 
     assert str(error.value.where) == tempfile.gettempdir()
-    assert "make room" in str(error.value.hint)
+    assert "free some space" in str(error.value.hint)
     assert open_folder(s3.url).listing() == {}
 
 

@@ -122,5 +122,5 @@ class Bucket:
         if name in self.faults:
             raise self.faults[name]
         if self.size(name) is None:
-            raise MissingError("there is no such file", where=name)
+            raise MissingError("no such file", where=name)
         return self.folder.read(name, start, stop, most=most)

@@ -110,8 +110,8 @@ SPOILT = {
     "too few cells": ("a,b", "expected: 3 cells\n  found:    2 cells"),
     "too many cells": ("a,b,c,d", "found:    4 cells"),
     "a blank cell": ("   ", "found:    1 cells"),
-    "text behind a quote": ('"a"x,b,c', "the row is no CSV"),
-    "a bare carriage return": (",".join(paths(0, "make it\rblue")), "the row is no CSV"),
+    "text behind a quote": ('"a"x,b,c', "the row is not valid CSV"),
+    "a bare carriage return": (",".join(paths(0, "make it\rblue")), "the row is not valid CSV"),
     "a field beyond the limit": (",".join(paths(0, "x" * 200_001)), "field limit"),
 }
 

@@ -152,7 +152,7 @@ def test_a_file_that_changed_since_it_was_opened_stops_the_run_and_skips_no_row(
         place.unlink()
     else:
         place.write_bytes(content[:-1] if change == "shorter" else content + b"\n")
-    with pytest.raises(SourceError, match="changed" if change != "gone" or kind != "parquet" else "not there"):
+    with pytest.raises(SourceError, match="changed" if change != "gone" or kind != "parquet" else "does not exist"):
         source.read(0)
 
 

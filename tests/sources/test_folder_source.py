@@ -233,7 +233,7 @@ def spoil(path: Path, how: str) -> None:
         ("controls/a.png", "not there", "no control image"),
         ("targets/a.txt", "not there", "no prompt"),
         ("controls/a.png", "a link to nowhere", "a file cannot be read: No such file or directory"),
-        ("controls/a.png", "a pipe", "a file cannot be read: it is no regular file"),
+        ("controls/a.png", "a pipe", "a file cannot be read: it is not a regular file"),
         ("targets/a.txt", "deleted after opening", "a file cannot be read: No such file or directory"),
         *(
             (file, "a folder", "a file cannot be read: Is a directory")

@@ -107,13 +107,13 @@ def test_a_source_is_called_by_what_its_place_ends_in(places: list[Path], place:
     ],
 )
 def test_a_spec_that_is_none_is_refused(spec: object) -> None:
-    with pytest.raises(SourceError, match=r"a source of a mixture|the name of a source|the weight of a source"):
+    with pytest.raises(SourceError, match=r"an entry of the mixture|the name of a source|the weight of a source"):
         SourceSpec.of(spec)  # type: ignore[arg-type]
     refused(SourceError, [spec])
 
 
 def test_a_mixture_of_nothing_is_refused() -> None:
-    assert refused(SourceError, []).what == "a mixture of no sources"
+    assert refused(SourceError, []).what == "the mixture has no sources"
 
 
 # Which source a place is

@@ -114,7 +114,7 @@ def test_what_is_null_is_missing_from_its_row_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"not parquet", b"PAR1" * 10])
 def test_what_is_no_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.parquet").write_bytes(content)
-    assert "no parquet" in refused(SourceError, tmp_path / "x.parquet").what
+    assert "not Parquet" in refused(SourceError, tmp_path / "x.parquet").what
 
 
 def test_a_cut_file_is_refused(tmp_path: Path) -> None:

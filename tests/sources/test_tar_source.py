@@ -89,8 +89,8 @@ SPOILT: list[tuple[list[tuple[str, bytes]], str]] = [
     (members("a", "control.png", "txt"), "no target image"),
     (members("a", "target.png", "txt"), "no control image"),
     (members("a", "target.png", "control.png"), "no prompt"),
-    (members("a", "jpg", "png", "control.png", "txt"), "two files of a row say the same"),
-    (members("a", "target.png", "control.png", "control.jpg", "txt"), "two files of a row say the same"),
+    (members("a", "jpg", "png", "control.png", "txt"), "two files of a row have the same role"),
+    (members("a", "target.png", "control.png", "control.jpg", "txt"), "two files of a row have the same role"),
     (members("a", *ROW, "control_2.png"), "its controls are not numbered"),
     (members("a", *ROW, "text_2.txt"), "its prompts are not numbered"),
     *(
@@ -203,7 +203,7 @@ def test_a_tar_that_is_cut_anywhere_is_refused_by_its_name_and_byte(tar: Path) -
     for stop in [*range(0, whole + 512, 171), *range(512, whole + 512, 512), whole + 511]:
         tar.write_bytes(content[:stop])
         error = refused(SourceError, tar)
-        assert error.what == "the tar is cut" and str(error.where).startswith(f"{tar}, byte ")
+        assert error.what == "the tar is truncated" and str(error.where).startswith(f"{tar}, byte ")
     tar.write_bytes(content[: whole + 512])
     assert len(open_source(tar)) == 2
 

@@ -419,7 +419,7 @@ def test_a_page_that_could_not_be_written_is_refused_before_the_work(
     monkeypatch.setattr("qie.stats.summarise", lambda *_, **__: pytest.fail("it worked first"))
     before = (shards / "00000000-00000003.tar").read_bytes()
     result = run(shards, "--html", place, code=2)
-    assert result.stderr.startswith(("error: --html names no page", "error: nothing can be written there"))
+    assert result.stderr.startswith(("error: --html names no page", "error: the file cannot be written there"))
     assert (shards / "00000000-00000003.tar").read_bytes() == before
 
 
@@ -427,7 +427,7 @@ def test_a_folder_that_may_not_be_written_to_is_refused(
     shards: Path, page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "nothing can be written there" in run(shards, "--html", page, code=2).stderr
+    assert "the file cannot be written there" in run(shards, "--html", page, code=2).stderr
 
 
 @pytest.mark.parametrize("place", ["photos", "nowhere"])
@@ -458,8 +458,8 @@ def test_a_vae_without_its_weights_is_refused_before_the_work(
     [
         (["--plan", "--html", "a.html"], "--plan excludes --html"),
         (["--explain", "s", "--config", "c", "--html", "a.html"], "--explain excludes --html"),
-        (["--vae", "m"], "--vae and --gallery are for --html"),
-        (["--gallery", "3"], "--vae and --gallery are for --html"),
+        (["--vae", "m"], "--vae and --gallery need --html"),
+        (["--gallery", "3"], "--vae and --gallery need --html"),
     ],
 )
 def test_options_that_do_not_fit_the_page_are_refused(shards: Path, arguments: list[str], named: str) -> None:

@@ -64,7 +64,7 @@ def test_an_unknown_host_is_said_to_be_unknown_at_once(s3: S3) -> None:
 def test_limits_that_are_no_numbers_are_refused(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ["soon", "-1", "0", "nan"]:
         monkeypatch.setenv("QIE_STORE_RETRY_S", value)
-        with pytest.raises(UsageError, match="no number of seconds"):
+        with pytest.raises(UsageError, match="not a number of seconds"):
             open_folder(s3.url).listing()
 
 

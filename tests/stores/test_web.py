@@ -61,4 +61,4 @@ def test_over_http_nothing_is_listed_or_written(web: Path, tmp_path: Path) -> No
         lambda: folder.delete("a"),
         lambda: folder.upload("a", tmp_path / "source"),
     ]:
-        assert "only be read" in failure(act).what
+        assert "cannot be written" in failure(act).what

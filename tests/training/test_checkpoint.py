@@ -100,7 +100,7 @@ def test_a_folder_that_holds_a_run_is_resumed_from_its_own_checkpoints_alone(tmp
     mine, other = written(tmp_path / "mine", 1), written(tmp_path / "other", 1)
     assert find_resume("latest", mine.parent) == mine
     for resume in (None, str(other)):
-        with pytest.raises(UsageError, match="holds a run already"):
+        with pytest.raises(UsageError, match="already holds a run"):
             find_resume(resume, mine.parent)
     assert find_resume(str(other), tmp_path / "new") == other
     assert find_resume(None, tmp_path / "new") is None
@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_or_a_new_start_offe
     with pytest.raises(QieError, match="damaged") as caught:
         load(tmp_path / "checkpoint-000008")
     assert caught.value.where == tmp_path / "checkpoint-000008"
-    offered = f"go on from the one before: --resume {tmp_path / 'checkpoint-000003'}" if before else "start again"
+    offered = f"continue from the one before: --resume {tmp_path / 'checkpoint-000003'}" if before else "start again"
     assert str(caught.value.hint).startswith(offered)
 
 

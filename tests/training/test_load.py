@@ -52,8 +52,8 @@ def test_the_attention_backend_is_the_one_asked_for_and_predicts_the_same(tiny_e
     [
         ("natve", ["no such", "native"]),  # a slip
         ("flash", ["flash-attn"]),  # its package is not installed
-        ("sage", ["cannot be trained with"]),  # it has no gradient, and would train nothing without a word
-        ("flash_hub", ["downloads its program"]),
+        ("sage", ["does not support training"]),  # it has no gradient, and would train nothing without a word
+        ("flash_hub", ["downloads its kernels"]),
     ],
 )
 def test_an_attention_backend_that_cannot_be_used_is_refused_with_the_reason(tiny_edit: Path, name, words) -> None:

@@ -254,14 +254,14 @@ def test_a_run_on_a_gpu_says_what_it_needs_and_what_is_free_and_what_to_change(
 @pytest.mark.parametrize("setting", ["model.quantize=fp8", "model.quantize=int8", "train.offload_blocks=1"])
 def test_weights_that_processes_cannot_share_are_refused(setting: str) -> None:
     config = load_config(ROOT / "configs" / "edit_lora.yaml", [setting])
-    with pytest.raises(ConfigError, match="spread over processes") as caught:
+    with pytest.raises(ConfigError, match="sharded over processes") as caught:
         plan_memory(config, None, None, SimpleNamespace(distributed_type="FSDP", num_processes=2))
     assert caught.value.where == setting.partition("=")[0]
 
 
 def test_running_out_of_memory_is_explained_with_what_to_do(released) -> None:
     setup = replace(released[0], gradient_checkpointing=0)
-    with pytest.raises(QieError, match="the device is out of memory") as caught, explained_memory(setup):
+    with pytest.raises(QieError, match="the device ran out of memory") as caught, explained_memory(setup):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee docs")
     assert caught.value.exit_code == 1
     assert f"about {estimate(setup).total / 1e9:.1f} GB" in str(caught.value.expected)

@@ -92,7 +92,7 @@ def test_two_processes_train_as_one_does_and_their_checkpoints_move(
 def test_what_is_refused_ends_all_processes_with_one_message(bench: Bench, plain: Path) -> None:
     """The main process holds the folder's lock, and the others wait for its word."""
     message = together(bench, plain, "DDP", code=1)
-    assert message.count("the output folder holds a run already") == 1
+    assert message.count("the output folder already holds a run") == 1
     assert "checkpoint-000004" in os.listdir(plain) and ".lock" not in os.listdir(plain)
 
 
@@ -100,7 +100,7 @@ def test_processes_that_do_not_find_each_other_are_refused(monkeypatch: pytest.M
     config = Config.model_validate({"model": {"pretrained_model_name_or_path": "any"}})
     assert open_accelerator(config).num_processes == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="would train apart") as caught:
+    with pytest.raises(UsageError, match="would train separately") as caught:
         open_accelerator(config)
     assert (caught.value.where, caught.value.found) == ("WORLD_SIZE", 1)
     assert "torchrun" in str(caught.value.hint)

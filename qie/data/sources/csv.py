@@ -49,7 +49,7 @@ class CsvSource:
                 hashes.append(hash(cells[name]) if isinstance(cells, list) and named else len(hashes))
             starts.append(text.offset)
         if not lines:
-            raise SourceError("the CSV holds no rows", where=file, found="a header alone")
+            raise SourceError("the CSV holds no rows", where=file, found="only a header")
         rows = TextRows(file, size, np.array(starts), np.array(lines))
         source = cls(rows, header, roles)
         if roles.name:
@@ -79,10 +79,10 @@ class CsvSource:
             with wide_fields():
                 cells = next(csv.reader(io.StringIO(text, newline="\n"), strict=True), [])
         except (csv.Error, UnicodeDecodeError) as error:
-            raise RowError("the row is no CSV", where=where, found=str(error)) from error
+            raise RowError("the row is not valid CSV", where=where, found=str(error)) from error
         if len(cells) != len(self.header):
             raise RowError(
-                "the row has another number of cells than the header",
+                "the row and the header have different numbers of cells",
                 where=where,
                 expected=f"{len(self.header)} cells",
                 found=f"{len(cells)} cells",
@@ -108,10 +108,10 @@ def _records(lines: Lines, file: File) -> Iterator[tuple[int, int, list[str] | c
         except csv.Error as error:
             if lines.number > line:
                 raise SourceError(
-                    "a quote is not closed where it should be",
+                    "a quoted cell does not end properly",
                     where=f"{file}, line {line}",
                     found=str(error),
-                    hint='a quote inside of a quoted cell is written twice: ""',
+                    hint='inside a quoted cell, write each quote twice: ""',
                 ) from error
             cells = error
         if cells != []:

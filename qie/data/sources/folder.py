@@ -156,11 +156,11 @@ def _first_folder(root: Folder, names: tuple[str, ...]) -> Folder:
             return root.child(name)
     found = [name + "/" * (name in folders) for name in root.names()]
     raise SourceError(
-        "the source has another layout",
+        "the source does not have the expected layout",
         where=root,
         expected=f"a folder {' or '.join(f'{name}/' for name in names)}",
         found=", ".join(found[:8]) or "an empty folder",
-        hint="for a table of rows, name the .csv, .jsonl, .parquet or .tar itself",
+        hint="to read a table, name the .csv, .jsonl, .parquet or .tar file itself",
     )
 
 

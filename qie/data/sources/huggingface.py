@@ -74,7 +74,7 @@ class DatasetSource:
             )
         if Path(repo).exists():
             raise SourceError(
-                "a local folder has the name of the dataset, and would be read", where=Path(repo).absolute()
+                "a local folder has the name of the dataset and would be read instead", where=Path(repo).absolute()
             )
         split = query.get("split", "train")
         try:

@@ -77,7 +77,7 @@ class JsonlSource:
                 fault = fault or error
         if fault and not keys:
             raise SourceError(
-                "no line is a row",
+                "no line holds a row",
                 where=fault.where,
                 expected="a JSON object per line",
                 found=fault.found or fault.what,
@@ -104,14 +104,14 @@ def _parsed(content: bytes, where: str) -> dict[str, object]:
     except UnicodeDecodeError as error:
         raise RowError("the line is not UTF-8", where=where, found=f"byte {error.object[error.start]:#x}") from error
     except (ValueError, RecursionError) as error:
-        raise RowError("the line is no JSON", where=where, found=str(error)) from error
+        raise RowError("the line is not valid JSON", where=where, found=str(error)) from error
     if not isinstance(value, dict):
-        raise RowError("the line is no JSON object", where=where, found=type(value).__name__)
+        raise RowError("the line is not a JSON object", where=where, found=type(value).__name__)
     return value
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key appears twice")
     return values

@@ -81,7 +81,7 @@ def _files(place: str, ending: str) -> list[File]:
         files = matching_files(name, ending)
         if not files:
             raise SourceError(
-                "no file of the source is there", where=name, expected=f"files ending in {ending}", found="nothing"
+                "the source has no files", where=name, expected=f"files ending in {ending}", found="nothing"
             )
         found.update((str(file), file) for file in files)
     return list(found.values())
@@ -105,9 +105,9 @@ def _no_source(place: str) -> SourceError:
     path = local_path(place)
     compressed = place.lower().endswith((".gz", ".tgz", ".zst", ".xz", ".bz2", ".zip"))
     return SourceError(
-        "the source is no folder, nor a file of a known kind",
+        "the source is neither a folder nor a file of a known kind",
         where=path,
         expected=f"a folder with {TARGET_FOLDERS[0]}/ and {CONTROL_FOLDERS[0]}/, or {KINDS.partition(', ')[2]}",
         found="a file" if path.exists() else "nothing",
-        hint="unpack it: rows are read in any order" if compressed else "correct data.source, or --source",
+        hint="unpack it first: qie reads rows in any order" if compressed else "correct data.source, or --source",
     )

@@ -82,7 +82,7 @@ class Lines:
         """Raises SourceError for a line that is not UTF-8, or does not end."""
         while raw := self._stream.readline(MAX_LINE_BYTES):
             if len(raw) == MAX_LINE_BYTES:
-                raise SourceError("a line does not end", where=f"{self._where}, line {self.number + 1}")
+                raise SourceError("a line is too long", where=f"{self._where}, line {self.number + 1}")
             try:
                 text = raw.decode("utf-8-sig" if self.offset == 0 else "utf-8")
             except UnicodeDecodeError as error:
@@ -98,7 +98,7 @@ class Lines:
             "the file is not UTF-8",
             where=f"{self._where}, line {self.number + 1}, byte {at}",
             found=f"byte {error.object[error.start]:#x}",
-            hint=f"convert it, such as with: iconv -f {other} -t utf-8 old > new",
+            hint=f"convert it, for example with: iconv -f {other} -t utf-8 old > new",
         )
 
 
@@ -140,7 +140,7 @@ def require_unique(
                 "two rows have the same name",
                 where=where,
                 found=f"{name(first)!r} {places(first, second)}",
-                hint="give each row a name of its own, or call the column something else",
+                hint="give each row its own name, or rename the column",
             )
 
 

@@ -35,13 +35,15 @@ class SourceSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
-            raise SourceError("a source of a mixture has no place", expected="source: a path or URL", found=self.source)
+            raise SourceError(
+                "an entry of the mixture names no source", expected="source: a path or URL", found=self.source
+            )
         if self.name is not None and (not isinstance(self.name, str) or not self.name):
-            raise SourceError("the name of a source is no text", where=self.source, found=repr(self.name))
+            raise SourceError("the name of a source is not text", where=self.source, found=repr(self.name))
         number = isinstance(self.weight, (int, float)) and not isinstance(self.weight, bool)
         if not number or not math.isfinite(self.weight) or self.weight <= 0:
             raise SourceError(
-                "the weight of a source is no positive number", where=self.source, found=repr(self.weight)
+                "the weight of a source is not a positive number", where=self.source, found=repr(self.weight)
             )
 
     @classmethod
@@ -54,7 +56,7 @@ class SourceSpec:
         known = [field.name for field in fields(cls)]
         if not isinstance(spec, Mapping) or "source" not in spec or set(spec) - set(known):
             found = ", ".join(map(str, spec)) if isinstance(spec, Mapping) else type(spec).__name__
-            raise SourceError("a source of a mixture is described wrongly", expected=", ".join(known), found=found)
+            raise SourceError("an entry of the mixture is malformed", expected=", ".join(known), found=found)
         values = dict(spec)
         if isinstance(values["source"], Path):
             values["source"] = str(values["source"])
@@ -87,15 +89,15 @@ class Mixture:
         """A mixture of opened sources. Raises SourceError when there are none, or two have one name."""
         parts = tuple(MixturePart(spec.title, spec.weight, source) for spec, source in sources)
         if not parts:
-            raise SourceError("a mixture of no sources")
+            raise SourceError("the mixture has no sources")
         names = [part.name for part in parts]
         for number, name in enumerate(names):
             if name in names[:number]:
                 raise SourceError(
-                    "two sources of a mixture have the same name",
+                    "two sources of the mixture have the same name",
                     where=sources[number][0].source,
-                    found=f"{name}, as of {sources[names.index(name)][0].source}",
-                    hint="give each a name of its own: {source: …, name: …}",
+                    found=f"{name}, also the name of {sources[names.index(name)][0].source}",
+                    hint="give each its own name: {source: …, name: …}",
                 )
         return cls(parts, tuple(accumulate(len(part.source) for part in parts)))
 

@@ -74,7 +74,9 @@ class ParquetSource:
                 found = parquet.schema_arrow.names
                 columns = columns or found
                 if found != columns:
-                    raise SourceError("parquet files have other columns", where=file, expected=columns, found=found)
+                    raise SourceError(
+                        "the Parquet files have different columns", where=file, expected=columns, found=found
+                    )
                 roles = roles or checked_roles(columns, file)
                 counts = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
                 start = opened[-1].start + opened[-1].starts[-1] if opened else 0
@@ -82,7 +84,7 @@ class ParquetSource:
                 names = _names(parquet, roles.name, file) if roles.name else None
                 opened.append(ParquetFile(file, source_size(file), start, starts, names))
         if roles is None or not opened[-1].start + opened[-1].starts[-1]:
-            raise SourceError("the parquet holds no rows", where=files[0] if files else None)
+            raise SourceError("the Parquet file holds no rows", where=files[0] if files else None)
         source = cls(tuple(opened), roles)
         if roles.name:
             hashes = (hash(str(name)) for file in opened for name in file.names.to_pylist())
@@ -141,7 +143,7 @@ class Groups:
                     with _opened(file.file) as parquet:
                         self._tables[key] = parquet.read_row_group(group, columns=columns)
                 except (OSError, library("pyarrow").ArrowException) as error:
-                    raise RowError("the parquet is damaged", where=where, found=str(error)) from error
+                    raise RowError("the Parquet file is damaged", where=where, found=str(error)) from error
             self._tables.move_to_end(key)
             return self._tables[key]
 
@@ -155,7 +157,7 @@ def _opened(file: File) -> Iterator[Any]:
         try:
             parquet = reader.ParquetFile(stream)
         except (OSError, library("pyarrow").ArrowException) as error:
-            raise SourceError("the file is no parquet", where=file, found=str(error)) from error
+            raise SourceError("the file is not Parquet", where=file, found=str(error)) from error
         yield parquet
 
 
@@ -163,4 +165,4 @@ def _names(parquet: Any, column: str, file: File) -> Any:
     try:
         return parquet.read(columns=[column])[column]
     except (OSError, library("pyarrow").ArrowException) as error:
-        raise SourceError("the parquet is damaged", where=file, found=str(error)) from error
+        raise SourceError("the Parquet file is damaged", where=file, found=str(error)) from error

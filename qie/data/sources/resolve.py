@@ -80,7 +80,7 @@ def source_size(file: File) -> int:
     except (MissingError, RefusedError) as error:
         raise SourceError(f"the source cannot be read: {error.reason}", where=file) from error
     if size is None:
-        raise SourceError("the source is not there", where=file)
+        raise SourceError("the source does not exist", where=file)
     return size
 
 
@@ -108,7 +108,7 @@ def _file_within(text: str, roots: Sequence[Folder]) -> File:
     folder = roots[0]
     if isinstance(folder, LocalFolder):
         if "\0" in text:
-            raise RowError("a path holds a NUL", where=folder.root, found=repr(text[:200]))
+            raise RowError("a path contains NUL", where=folder.root, found=repr(text[:200]))
         path = os.path.realpath(folder.root / text)
         for root in (root for root in roots if isinstance(root, LocalFolder)):
             resolved = _resolved(root)
@@ -132,7 +132,7 @@ def _file_of(url: str, scheme: str) -> File:
     try:
         if scheme in ("http", "https"):
             if {"?", "#"} & set(url):
-                raise UsageError("a URL holds a query", expected="a URL that ends in a file's name")
+                raise UsageError("a URL has a query", expected="a URL that ends in a file's name")
             name = unquote(name)
         store = _store(folder)
         store.path(name)  # checks it

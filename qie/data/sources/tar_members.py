@@ -43,7 +43,7 @@ def iter_members(stream: BinaryIO, size: int, where: object) -> Iterator[TarMemb
     """
     at, name, long_size = 0, None, None
     if stream.read(2) == b"\x1f\x8b":
-        raise SourceError("the tar is compressed", where=where, hint="unpack it, such as with gzip -d")
+        raise SourceError("the tar is compressed", where=where, hint="unpack it, for example with gzip -d")
     while True:
         block = _block(stream, at, size, where)
         if block == _ZEROS:
@@ -92,7 +92,7 @@ def _header(block: bytes, at: int, where: object) -> _Header:
         if size < 0:
             raise ValueError("size")
     except ValueError as error:
-        what = "the file is no tar" if at == 0 else "the tar is damaged"
+        what = "the file is not a tar" if at == 0 else "the tar is damaged"
         raise SourceError(what, where=f"{where}, byte {at}", expected="a tar header") from error
     kind = block[156:157]
     return _Header(kind, name, 0 if kind in _WITHOUT_CONTENT else size)
@@ -130,7 +130,7 @@ def _check_end(stream: BinaryIO, at: int, where: object) -> None:
     while rest := stream.read(2**20):
         if rest.count(0) != len(rest):
             raise SourceError(
-                "the tar goes on after its end marker",
+                "the tar continues after its end marker",
                 where=f"{where}, byte {at}",
                 hint="list tars instead of joining them",
             )
@@ -138,5 +138,9 @@ def _check_end(stream: BinaryIO, at: int, where: object) -> None:
 
 def _cut(where: object, at: int, expected: str, size: int) -> SourceError:
     return SourceError(
-        "the tar is cut", where=f"{where}, byte {at}", expected=expected, found=f"{size} bytes", hint="copy it again"
+        "the tar is truncated",
+        where=f"{where}, byte {at}",
+        expected=expected,
+        found=f"{size} bytes",
+        hint="copy it again",
     )

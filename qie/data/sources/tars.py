@@ -179,7 +179,7 @@ def _cells(tar: TarRows, row: int) -> Cells:
     endings: dict[str, str] = {}
     for ending in members:
         if (column := _column(ending)) and endings.setdefault(column, ending) != ending:
-            raise RowError("two files of a row say the same", where=where, found=f"{endings[column]}, {ending}")
+            raise RowError("two files of a row have the same role", where=where, found=f"{endings[column]}, {ending}")
     roles = roles_of(tuple(endings))
     values: dict[str, object] = dict.fromkeys(endings)
     for column in roles.used():
@@ -204,9 +204,9 @@ def _prompts(text: str, where: str) -> dict[str, object]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowError("the row's json is no JSON", where=where, found=str(error)) from error
+        raise RowError("the row's .json is not valid JSON", where=where, found=str(error)) from error
     if not isinstance(values, dict):
-        raise RowError("the row's json is no JSON object", where=where, found=type(values).__name__)
+        raise RowError("the row's .json is not a JSON object", where=where, found=type(values).__name__)
     return {name: value for name, value in values.items() if _is_text(name.lower()) or name.lower() in PROMPT_LIST}
 
 

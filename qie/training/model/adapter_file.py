@@ -215,9 +215,7 @@ def export_adapter(place: Path, output: Path, format: Format, dtype: torch.dtype
         QieError: a factor does not fit into `dtype`.
     """
     if output.suffix != ".safetensors" or output.is_dir():
-        raise UsageError(
-            "the adapter cannot be written to this place", where=output, expected="a file NAME.safetensors"
-        )
+        raise UsageError("the adapter cannot be written to this path", where=output, expected="a file NAME.safetensors")
     lora = read_adapter(find_adapter(place), "the path of the adapter")
     metadata = {"format": "pt"}
     if format == "comfyui":
@@ -260,6 +258,6 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, path: Pat
                 "a factor of the adapter is not finite",
                 where=f"{path}, {name}",
                 found=f"absolute values up to {tensors[name].abs().max():.3g}, as {tensor.dtype}",
-                hint="bfloat16 reaches as far as float32" if dtype == torch.float16 else None,
+                hint="bfloat16 has the range of float32" if dtype == torch.float16 else None,
             )
     return cast

@@ -70,7 +70,7 @@ def _check_attention_backend(name: str) -> None:
     if name not in names:
         known = name in [backend.value for backend in AttentionBackendName]
         raise ConfigError(
-            "this attention backend downloads its program, or cannot be trained with"
+            "this attention backend downloads its kernels, or does not support training"
             if known
             else "no such attention backend",
             where="model.attention_backend",
@@ -114,17 +114,17 @@ def train_all_weights(transformer: QwenImageTransformer2DModel, dtype: torch.dty
     """
     if getattr(transformer, "peft_config", None):
         raise ConfigError(
-            "all weights are trained, and adapters are on them",
+            "adapters cannot be used when all weights are trained",
             where="model.adapters",
-            expected="none, or an adapter that is trained beside them: model.lora",
+            expected="none, or model.lora to train another one",
             found=f"{len(transformer.peft_config)} adapters; model.lora is null",
             hint="merge them into the model first",
         )
     if is_quantized(transformer):
         raise ConfigError(
-            "a quantised transformer cannot be trained itself",
+            "the weights of a quantised transformer cannot be trained",
             where="model.quantize",
-            expected="null, or an adapter on it: model.lora",
+            expected="null, or model.lora to train an adapter on it",
             found="model.lora is null",
         )
     for parameter in transformer.parameters():
@@ -155,7 +155,7 @@ def open_transformer(folder: Path, base: PretrainedModel) -> PretrainedModel:
     for name in ("in_channels", "out_channels", "joint_attention_dim"):
         if theirs.get(name) != ours.get(name):
             raise UsageError(
-                "the transformer is another model's",
+                "the transformer belongs to another model",
                 where=folder,
                 expected=f"{name} {ours.get(name)}",
                 found=theirs.get(name),

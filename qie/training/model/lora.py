@@ -60,7 +60,7 @@ def add_lora(
     """
     _require_targets(transformer, section.target_modules)
     if section.init_lora_weights == "orthogonal" and section.r % 2:
-        raise ConfigError("an orthogonal start needs an even rank", where="model.lora.r", found=section.r)
+        raise ConfigError("orthogonal initialization needs an even rank", where="model.lora.r", found=section.r)
     config = LoraConfig(
         r=section.r,
         lora_alpha=section.lora_alpha,
@@ -78,7 +78,7 @@ def add_lora(
                 "the LoRA targets do not fit the transformer",
                 where="model.lora.target_modules",
                 found=f"{section.target_modules}: {' '.join(str(error).split())[:200]}",
-                hint="an expression has to match the whole names of linear layers, and of nothing else: .*attn.to_q",
+                hint="an expression must match the full names of linear layers, and nothing else: .*attn.to_q",
             ) from error
         _activate(transformer)
         cast_training_params(transformer, dtype=dtype)
@@ -156,7 +156,7 @@ def load_adapter(mine: Mapping[str, torch.Tensor], folder: Path) -> None:
     saved = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
     if difference := _difference(saved, mine):
         raise QieError(
-            "the saved adapter has other tensors than this run's",
+            "the saved adapter and this run's have different tensors",
             where=file,
             expected=f"{len(mine)} tensors of model.lora",
             found=difference,
@@ -176,7 +176,7 @@ def _continue_from(transformer: QwenImageTransformer2DModel, section: LoraSectio
         rank = section.r**0.5 if section.use_rslora else section.r
         alpha = "" if theirs is None else f"; with this rank, lora_alpha has to be {theirs * rank:g}"
         raise ConfigError(
-            "the adapter to continue from is not one of model.lora",
+            "the adapter to continue from does not fit model.lora",
             where=f"model.lora.continue_from, {lora.file}",
             expected=f"{len(mine)} tensors of rank {section.r}, scaled by {ours:g}",
             found=difference,

@@ -109,5 +109,5 @@ def require_finite(tensors: Mapping[str, torch.Tensor]) -> None:
         raise QieError(
             "the weights or the optimizer's state are not finite, and are not saved",
             where=bad,
-            hint="go on with --resume latest, or start a new run with a lower optimizer.init_args.lr",
+            hint="continue with --resume latest, or start a new run with a lower optimizer.init_args.lr",
         )
