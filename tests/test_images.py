@@ -108,7 +108,7 @@ def refusal(content: bytes, what: str = "the target") -> RowError:
 def test_a_truncated_image_is_called_damaged(kind: str, share: float) -> None:
     content = saved(Image.fromarray(noise(3)).resize((200, 160)), kind)
     error = refusal(content[: int(len(content) * share)], "control 2")
-    assert error.what.startswith("control 2 is damaged: ") or error.what == "control 2 is no image"
+    assert error.what.startswith("control 2 is damaged: ") or error.what == "control 2 is not an image"
     if kind in ("JPEG", "PNG"):
         assert error.what.startswith("control 2 is damaged: ")
 
@@ -116,7 +116,7 @@ def test_a_truncated_image_is_called_damaged(kind: str, share: float) -> None:
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 100, b"<html>404</html>", b"\x89PNG", b"\xff\xd8\xff"])
 def test_what_is_no_image_says_how_it_begins(content: bytes) -> None:
     error = refusal(content, "the mask")
-    assert error.what == "the mask is no image"
+    assert error.what == "the mask is not an image"
     assert error.found == f"{len(content)} bytes starting with {content[:8]!r}"
 
 

@@ -461,9 +461,9 @@ def test_an_image_of_too_many_pixels_is_skipped_and_one_at_the_limit_is_not(enco
     [
         (saved(np.zeros((WIDTH, HEIGHT), np.uint8)), "the mask and the target have different proportions"),
         (saved(np.zeros((HEIGHT, 2 * WIDTH), np.uint8)), "the mask and the target have different proportions"),
-        (saved(np.zeros((HEIGHT, WIDTH), np.int32), "TIFF"), "the mask is grey of a depth"),
+        (saved(np.zeros((HEIGHT, WIDTH), np.int32), "TIFF"), "the mask is greyscale"),
         (saved(scene(0))[:500], "the mask is damaged: "),
-        (b"", "the mask is no image"),
+        (b"", "the mask is not an image"),
     ],
 )
 def test_a_row_is_skipped_for_its_mask(mask: bytes, reason: str, encoder: Encoder) -> None:

@@ -45,7 +45,7 @@ def test_rows_are_samples_or_skipped_with_their_reason(broken: Path, encoder, tm
     assert reasons[0] == "no control image"
     assert reasons[1] == "no prompt"
     assert reasons[2].startswith("the target is damaged")
-    assert reasons[3] == "control 1 is no image"
+    assert reasons[3] == "control 1 is not an image"
     assert summary.faults == []
 
 

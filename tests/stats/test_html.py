@@ -456,8 +456,8 @@ def test_a_vae_without_its_weights_is_refused_before_the_work(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--plan", "--html", "a.html"], "--plan excludes --html"),
-        (["--explain", "s", "--config", "c", "--html", "a.html"], "--explain excludes --html"),
+        (["--plan", "--html", "a.html"], "--plan cannot be combined with --html"),
+        (["--explain", "s", "--config", "c", "--html", "a.html"], "--explain cannot be combined with --html"),
         (["--vae", "m"], "--vae and --gallery need --html"),
         (["--gallery", "3"], "--vae and --gallery need --html"),
     ],
