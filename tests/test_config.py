@@ -611,7 +611,10 @@ MAPS = b"a: &0 {x: 1}\n" + b"".join(b"b%d: &%d {c: *%d, d: *%d}\n" % (n, n, n - 
     ("content", "what"),
     [
         *((content, "not valid YAML") for content in (b"model: [", b"model: {a: b", b"\tmodel: x", b"model: \xff\xfe")),
-        *((content, "not valid YAML") for content in (b"model: a\x00b", b"[" * 10_000, LISTS, MAPS, b"# " + b"x" * 2**20)),
+        *(
+            (content, "not valid YAML")
+            for content in (b"model: a\x00b", b"[" * 10_000, LISTS, MAPS, b"# " + b"x" * 2**20)
+        ),
         (b"!!python/object/apply:os.system [true]", "not valid YAML"),
         (b"train: &a {seed: *a}", "contains itself"),
         *((content, "no sections") for content in (b"", b"# only a comment", b"- model", b"model", b"5")),
