@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -81,42 +82,65 @@ def encode(sample: Sample, recipe_digest: str) -> bytes:
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
-    """A record whose header was parsed and fits its bytes.
+class _View:
+    """Where a tensor lies: `count` values from `offset` bytes into the body."""
 
-    Attributes:
-        key: of its sample.
-        shape: latent sizes of target and controls.
-        sizes: what decides the size of each tensor.
-    """
+    field: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    count: int
+    offset: int
 
-    key: str
+    def of(self, body: memoryview) -> torch.Tensor:
+        if not self.count:
+            return torch.empty(self.shape, dtype=self.dtype)
+        values = torch.frombuffer(body, dtype=self.dtype, count=self.count, offset=self.offset)
+        return values if len(self.shape) == 1 else values.view(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """What the tensors' part of a header says, checked: sizes, and where each tensor lies in the body."""
+
     shape: Shape
     sizes: Sizes
+    tensors: tuple[_View, ...]
+    controls: tuple[_View, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A record whose header was parsed and fits its bytes."""
+
     _about: _About
-    _entries: Mapping[str, _TensorEntry]
+    _layout: _Layout
     _body: memoryview
+
+    @property
+    def key(self) -> str:
+        """Of its sample."""
+        return self._about.key
+
+    @property
+    def shape(self) -> Shape:
+        """Latent sizes of target and controls."""
+        return self._layout.shape
+
+    @property
+    def sizes(self) -> Sizes:
+        """The numbers that decide the size of each tensor."""
+        return self._layout.sizes
 
     def sample(self) -> Sample:
         """The sample; its tensors share the record's memory."""
-        about, flat = self._about, self._entries["control_latent"]
-        tensors = {
-            BY_NAME[name].field or name: _view(entry.dtype, entry.shape, *entry.data_offsets, self._body)
-            for name, entry in self._entries.items()
-            if entry is not flat
-        }
-        controls, at = [], flat.data_offsets[0]
-        for shape in about.control_shapes:
-            end = at + prod(shape) * DTYPES[flat.dtype].itemsize
-            controls.append(_view(flat.dtype, shape, at, end, self._body))
-            at = end
+        about, layout, body = self._about, self._layout, self._body
         return Sample(
             key=about.key,
             prompt=about.prompt,
-            control_latent=tuple(controls),
+            control_latent=tuple([view.of(body) for view in layout.controls]),
             shared_prefix=about.shared_prefix,
             clipped=about.clipped,
-            **tensors,  # type: ignore[arg-type]
+            **{view.field: view.of(body) for view in layout.tensors},  # type: ignore[arg-type]
         )
 
 
@@ -130,15 +154,13 @@ def parse(record: memoryview, where: str) -> Record:
     Raises:
         ShardError: the record is malformed; every defect has its own message.
     """
-    header, body = _split(record, where)
-    about = _about(header.pop("__metadata__", None), where)
-    entries = _entries(header, len(body), where)
-    _require_types(entries, where)
-    sizes = _sizes(entries, about, where)
-    _require_shapes(entries, sizes, where)
-    _require_no_gaps(entries, len(body), where)
-    shape = Shape((sizes.height, sizes.width), tuple((h, w) for _, _, h, w in about.control_shapes))
-    return Record(about.key, shape, sizes, about, entries, body)
+    try:
+        metadata, tensors, body = _split(record)
+        about = _about(metadata)
+        return Record(about, _layout(tensors, about.control_shapes, about.shared_prefix, len(body)), body)
+    except ShardError as error:
+        error.where = where
+        raise
 
 
 def decode(record: memoryview, where: str) -> Sample:
@@ -146,37 +168,81 @@ def decode(record: memoryview, where: str) -> Sample:
     return parse(record, where).sample()
 
 
-def _split(record: memoryview, where: str) -> tuple[dict[str, Any], memoryview]:
+_METADATA = b'{"__metadata__":'
+_METADATA_END = b'}"},'
+"""The metadata is a JSON object in a string. In a string, a quotation mark has a backslash before it, never a brace."""
+
+
+def _split(record: memoryview) -> tuple[object, bytes, memoryview]:
+    """The metadata, the header's JSON without it, and the body.
+
+    The safetensors library writes the metadata first; what follows is the same for all records of the same sizes.
+    """
     if len(record) < 8:
-        raise ShardError(
-            "the record is shorter than its header's length field", where=where, found=f"{len(record)} bytes"
-        )
+        raise ShardError("the record is shorter than its header's length field", found=f"{len(record)} bytes")
     length = int.from_bytes(record[:8], "little")
     if length > len(record) - 8:
-        raise ShardError(
-            "the header is longer than the record", where=where, expected=f"≤ {len(record) - 8}", found=length
-        )
-    try:
-        header = json.loads(bytes(record[8 : 8 + length]))
-    except (ValueError, RecursionError) as error:
-        raise ShardError("the header is no JSON", where=where, found=error) from error
+        raise ShardError("the header is longer than the record", expected=f"≤ {len(record) - 8}", found=length)
+    text, body = bytes(record[8 : 8 + length]), record[8 + length :]
+    end = text.find(_METADATA_END, len(_METADATA)) if text.startswith(_METADATA) else -1
+    if end > 0:
+        metadata = _json(text[len(_METADATA) : end + 3])
+        return metadata, b"{" + text[end + 4 :].rstrip(), body
+    header = _json(text)
     if not isinstance(header, dict):
-        raise ShardError("the header is no JSON object", where=where, found=type(header).__name__)
-    return header, record[8 + length :]
+        raise ShardError("the header is no JSON object", found=type(header).__name__)
+    metadata = header.pop("__metadata__", None)
+    return metadata, json.dumps(header).encode(), body
 
 
-def _about(metadata: object, where: str) -> _About:
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ShardError("the header is no JSON", found=error) from error
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    header: bytes, control_shapes: tuple[tuple[int, int, int, int], ...], shared_prefix: int, length: int
+) -> _Layout:
+    """The layout that a header, without its metadata, gives to a body of `length` bytes.
+
+    Remembered: to check it takes longer than all else that reading does, and many samples have the same.
+    """
+    entries = _entries(_json(header), length)
+    _require_types(entries)
+    sizes = _sizes(entries, control_shapes, shared_prefix)
+    _require_shapes(entries, sizes)
+    _require_no_gaps(entries, length)
+    flat = entries["control_latent"]
+    controls, at = [], flat.data_offsets[0]
+    for control in control_shapes:
+        view = _view("", flat.dtype, control, at)
+        controls.append(view)
+        at += view.count * view.dtype.itemsize
+    tensors = [
+        _view(BY_NAME[name].field or name, entry.dtype, entry.shape, entry.data_offsets[0])
+        for name, entry in entries.items()
+        if entry is not flat
+    ]
+    shape = Shape((sizes.height, sizes.width), tuple((h, w) for _, _, h, w in control_shapes))
+    return _Layout(shape, sizes, tuple(tensors), tuple(controls))
+
+
+def _view(field: str, dtype: str, shape: tuple[int, ...], offset: int) -> _View:
+    return _View(field, DTYPES[dtype], shape, prod(shape), offset)
+
+
+def _about(metadata: object) -> _About:
     try:
         about = json.loads(metadata["qie"])  # type: ignore[index]
         version = about["format_version"]
     except (TypeError, KeyError, ValueError, RecursionError) as error:
-        raise ShardError(
-            "the record was not written by qie", where=where, expected="metadata 'qie'", found=metadata
-        ) from error
+        raise ShardError("the record was not written by qie", expected="metadata 'qie'", found=metadata) from error
     if version != FORMAT_VERSION:
         raise ShardError(
             "the record is of another format version",
-            where=where,
             expected=FORMAT_VERSION,
             found=version,
             hint="read it with the qie that wrote it, or precompute again",
@@ -187,64 +253,59 @@ def _about(metadata: object, where: str) -> _About:
         first = error.errors(include_url=False)[0]
         name = ".".join(str(step) for step in first["loc"])
         raise ShardError(
-            f"the record's {name} is missing or wrong", where=where, expected=first["msg"], found=first["input"]
+            f"the record's {name} is missing or wrong", expected=first["msg"], found=first["input"]
         ) from error
 
 
-def _entries(header: dict[str, Any], length: int, where: str) -> dict[str, _TensorEntry]:
+def _entries(header: dict[str, Any], length: int) -> dict[str, _TensorEntry]:
     """The header's tensors, each within a body of `length` bytes and as large as its shape says."""
     try:
         entries = _TENSOR_ENTRIES.validate_python(header)
     except ValidationError as error:
         name = str(error.errors(include_url=False)[0]["loc"][0])
-        raise ShardError(f"the header's entry for {name} is malformed", where=where, found=header[name]) from error
+        raise ShardError(f"the header's entry for {name} is malformed", found=header[name]) from error
     for name, entry in entries.items():
         begin, end = entry.data_offsets
         if not begin <= end <= length:
-            raise ShardError(
-                f"{name} lies outside the record", where=where, expected=f"within {length}", found=[begin, end]
-            )
+            raise ShardError(f"{name} lies outside the record", expected=f"within {length}", found=[begin, end])
         if prod(entry.shape) * DTYPES[entry.dtype].itemsize != end - begin:
             raise ShardError(
                 f"{name} has a size that its shape does not give",
-                where=where,
                 expected=list(entry.shape),
                 found=end - begin,
             )
     return entries
 
 
-def _require_types(entries: Mapping[str, _TensorEntry], where: str) -> None:
+def _require_types(entries: Mapping[str, _TensorEntry]) -> None:
     """That the tensors are those of a sample, each of its type, and that none is empty but those that may be."""
     if not entries.keys() <= BY_NAME.keys():
         unknown = sorted(entries.keys() - BY_NAME.keys())
-        raise ShardError("the record has a tensor that the format does not know", where=where, found=unknown)
+        raise ShardError("the record has a tensor that the format does not know", found=unknown)
     if not entries.keys() >= REQUIRED:
         missing = min(REQUIRED - entries.keys())
-        raise ShardError("a tensor is missing from the record", where=where, expected=missing, found=sorted(entries))
+        raise ShardError("a tensor is missing from the record", expected=missing, found=sorted(entries))
     for name, entry in entries.items():
         stored = BY_NAME[name]
         if entry.dtype != stored.dtype or not (stored.flat or len(entry.shape) == stored.rank):
             raise ShardError(
                 f"{name} has another type or rank",
-                where=where,
                 expected=f"{stored.dtype} of {'any number of' if stored.flat else stored.rank} dimensions",
                 found=f"{entry.dtype} {list(entry.shape)}",
             )
         if 0 in entry.shape and not stored.may_be_empty:
-            raise ShardError(f"{name} is empty", where=where, found=list(entry.shape))
+            raise ShardError(f"{name} is empty", found=list(entry.shape))
 
 
-def _sizes(entries: Mapping[str, _TensorEntry], about: _About, where: str) -> Sizes:
+def _sizes(entries: Mapping[str, _TensorEntry], controls: tuple[tuple[int, int, int, int], ...], prefix: int) -> Sizes:
     """The sizes that latents and embeddings have, and that all tensors should fit."""
     (*_, height, width), (tokens, token_width) = entries["pixel_latent"].shape, entries["prompt_embed"].shape
-    controls, prefix = about.control_shapes, about.shared_prefix
     if prefix > tokens:
-        raise ShardError("shared_prefix is longer than the prompt", where=where, found=prefix)
+        raise ShardError("shared_prefix is longer than the prompt", found=prefix)
     fitting = controls and all(shape[:2] == (CHANNELS, 1) and 0 not in shape for shape in controls)
     if not fitting or sum(map(prod, controls)) != prod(entries["control_latent"].shape):
         found = list(entries["control_latent"].shape)
-        raise ShardError("control_latent does not fit control_shapes", where=where, expected=controls, found=found)
+        raise ShardError("control_latent does not fit control_shapes", expected=controls, found=found)
     thumbnail = entries["thumbnail"].shape if "thumbnail" in entries else (0, 0, 3)
     return Sizes(
         height=height,
@@ -259,30 +320,23 @@ def _sizes(entries: Mapping[str, _TensorEntry], about: _About, where: str) -> Si
     )
 
 
-def _require_shapes(entries: Mapping[str, _TensorEntry], sizes: Sizes, where: str) -> None:
+def _require_shapes(entries: Mapping[str, _TensorEntry], sizes: Sizes) -> None:
     for name, entry in entries.items():
         shape = BY_NAME[name].shape(sizes)
         if entry.shape != shape and not BY_NAME[name].flat:
             raise ShardError(
                 f"{name} has another shape than the sample's sizes give it",
-                where=where,
                 expected=list(shape),
                 found=list(entry.shape),
             )
 
 
-def _require_no_gaps(entries: Mapping[str, _TensorEntry], length: int, where: str) -> None:
+def _require_no_gaps(entries: Mapping[str, _TensorEntry], length: int) -> None:
     """That the tensors fill a body of `length` bytes, in whatever order, without gaps or overlaps."""
     at = 0
     for begin, end in sorted(entry.data_offsets for entry in entries.values()):
         if begin != at:
-            raise ShardError("the record has gaps or overlaps between tensors", where=where, expected=at, found=begin)
+            raise ShardError("the record has gaps or overlaps between tensors", expected=at, found=begin)
         at = end
     if at != length:
-        raise ShardError("the record has bytes after its tensors", where=where, expected=at, found=length)
-
-
-def _view(dtype: str, shape: tuple[int, ...], begin: int, end: int, body: memoryview) -> torch.Tensor:
-    kind = DTYPES[dtype]
-    values = torch.frombuffer(body[begin:end], dtype=kind) if begin < end else torch.empty(0, dtype=kind)
-    return values if len(shape) == 1 else values.view(shape)
+        raise ShardError("the record has bytes after its tensors", expected=at, found=length)

@@ -103,6 +103,12 @@ def test_the_metadata_is_one_canonical_string() -> None:
     }
 
 
+@pytest.mark.parametrize("prompt", ['"},', '}"},"x":{', '\\"},{', '\\\\"},', "{"])
+def test_a_prompt_that_looks_like_the_end_of_the_metadata_is_a_prompt(prompt: str) -> None:
+    sample = make_sample(3, prompt=prompt)
+    assert_same(decoded(encode(sample, RECIPE.digest)), sample)
+
+
 def test_the_tensors_of_a_record_begin_at_a_multiple_of_eight() -> None:
     """Torch and numpy read them where they lie; whatever the length of the prompt."""
     for length in range(9):
