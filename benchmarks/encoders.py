@@ -79,7 +79,7 @@ def compare_prompts(device: torch.device, dtype: torch.dtype, layers: int, runs:
     passes = Passes(model, device, dtype)
     name = f"prompt and null prompt, {layers} of {TEXT_LAYERS} text and {VISION_LAYERS} vision layers, 1024²"
     peer = "two full passes of transformers"
-    return measure("prompt", name, peer, passes.two, passes.continued, runs)
+    return measure("prompt", name, peer, passes.two, passes.sharing_prefix, runs)
 
 
 def config(layers: int) -> transformers.Qwen2_5_VLConfig:
@@ -127,19 +127,19 @@ class Passes:
         states = self._whole(self._ids(self._null), use_cache=False).last_hidden_state
         return states[0, -len(self._null) :]  # type: ignore[no-any-return]
 
-    def continued(self) -> torch.Tensor:
+    def sharing_prefix(self) -> torch.Tensor:
         tokens, before, model = self._ids(self._prompt), len(self._before), self._model
         cache = self._whole(tokens, use_cache=True).past_key_values
         rope = model.get_rope_index(tokens, mm_token_type_ids=(tokens == IMAGE).int(), image_grid_thw=self._grid)
         start = int(rope[0][0, 0, before])
-        seen = torch.ones(1, tokens.shape[1] + len(self._null), dtype=torch.long, device=self._device)
-        seen[:, before : tokens.shape[1]] = 0
+        visible = torch.ones(1, tokens.shape[1] + len(self._null), dtype=torch.long, device=self._device)
+        visible[:, before : tokens.shape[1]] = 0
         positions = start + torch.arange(len(self._null), device=self._device).expand(3, 1, -1)
         tail = torch.tensor([self._null], device=self._device)
         states = model.language_model(
             inputs_embeds=model.get_input_embeddings()(tail),
             position_ids=positions,
-            attention_mask=seen,
+            attention_mask=visible,
             past_key_values=cache,
             use_cache=True,
         )

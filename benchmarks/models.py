@@ -175,7 +175,7 @@ def prepare(bench: Bench) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Let go of a variant's model; say so where something still holds it, for then the next one's peak is too high."""
+    """Free a variant's model; say so where something still holds it, for then the next one's peak is too high."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":

@@ -3,7 +3,7 @@
     python benchmarks/pipeline.py [--rows 60] [--engine-rows 100000] [--runs 3]
 
 overlap, artificial: two stages that sleep equally long, as two GPUs would keep the host waiting.
-overlap, encoders:   the real encoders on a tiny checkpoint, one thread each; the text pass is repeated until it costs
+overlap, encoders:   the real encoders on a tiny model, one thread each; the text pass is repeated until it costs
                      what the VAE does. So small a text encoder is nearly all Python, whose lock the VAE waits for.
 overlap, wide:       the VAE and layers of Qwen2.5-VL in their released shapes, which compute rather than call.
     Beside: the same stages in turn, row by row. The ideal is one stage alone; `start-up` is one row's way through all.
@@ -155,7 +155,7 @@ def wide_stages() -> list[Stage[Any, Any]]:
             compute()
         return item
 
-    return [Stage("vae", partial(work, partial(vae, image))), Stage("text", partial(work, passes.continued))]
+    return [Stage("vae", partial(work, partial(vae, image))), Stage("text", partial(work, passes.sharing_prefix))]
 
 
 class FreeEncoder:

@@ -24,8 +24,8 @@ class Family:
     Attributes:
         name: as in the configuration.
         pipeline: class name of the diffusers pipeline, as in `model_index.json`.
-        area_px: image area that the VAE sees.
-        text_area_px: image area that Qwen2.5-VL sees; None when it sees the VAE's own image.
+        area_px: image area that the VAE gets.
+        text_area_px: image area that Qwen2.5-VL gets; None when it gets the VAE's own image.
         image_text: what stands for image number `{number}` in the text; `{pads}` becomes its image tokens.
         max_controls: how many controls a row may have; None for any number.
     """

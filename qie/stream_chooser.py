@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Places = str | Path | Iterable[str | Path]
 
-Kind = Literal["shards", "live", "write_through", "follow"]
+StreamKind = Literal["shards", "live", "write_through", "follow"]
 
 NEEDED = "SHARDS, cache.cache_dir, or a source of rows"
 SHARD_ROWS = 64
@@ -98,7 +98,7 @@ class Choice:
         named: the caller named them, not the configuration.
     """
 
-    kind: Kind
+    kind: StreamKind
     places: tuple[str, ...] = ()
     named: bool = False
 
@@ -115,7 +115,8 @@ def choose(config: Config, shards: Sequence[str] = (), *, follow: bool = False) 
     cache = config.cache
     configured = (cache.cache_dir,) if cache.cache_dir and cache.use_cache and not cache.write_through else ()
     places = tuple(shards) or configured
-    kind: Kind = "follow" if follow else "shards" if places else "write_through" if cache.write_through else "live"
+    encoded: StreamKind = "write_through" if cache.write_through else "live"
+    kind: StreamKind = "follow" if follow else "shards" if places else encoded
     if follow and len(places) != 1:
         raise UsageError("--follow needs one folder of shards", expected="that of qie-precompute", found=list(places))
     if config.train.epochs and kind in ("follow", "write_through"):
@@ -208,7 +209,7 @@ def open_training_stream(
     told = telling or Telling()
     telling = told if accelerator.is_main_process else Telling(say=_nothing)
     opening = _Opening(config, pretrained, accelerator, choice, telling, told.say)
-    ways: dict[Kind, Callable[[], Stream]] = {
+    ways: dict[StreamKind, Callable[[], Stream]] = {
         "shards": opening.shards,
         "live": opening.live,
         "write_through": opening.write_through,

@@ -111,7 +111,7 @@ class Sample:
 
     @property
     def empty_prompt_embed(self) -> torch.Tensor:
-        """The whole embedding of the null prompt, [L0, D]: joined anew each time."""
+        """The whole embedding of the null prompt, [L0, D]: joined each time it is asked for."""
         import torch
 
         return torch.cat([self.prompt_embed[: self.shared_prefix], self.empty_tail])

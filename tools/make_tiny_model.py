@@ -1,8 +1,8 @@
-"""Write a tiny random Qwen-Image-Edit checkpoint: the real layout and classes, a few MB, nothing downloaded.
+"""Write a tiny random Qwen-Image-Edit model: the real layout and classes, a few MB, nothing downloaded.
 
     python tools/make_tiny_model.py OUT [--family edit|edit_plus] [--seed N]
 
-The code that loads the released checkpoint loads this one. The two families also differ in how they lie on disk, so
+The code that loads the released model loads this one. The two families also differ in how they lie on disk, so
 that both forms are covered: `edit` has one file a model and a hub-style `preprocessor_config.json`, `edit_plus` has
 sharded models and the newer `processor_config.json`. The bytes depend on the family, the seed and the versions of the
 libraries alone.
@@ -227,7 +227,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def build(folder: Path, family: str, seed: int) -> None:
-    """Write the whole checkpoint into the empty folder."""
+    """Write the whole model into the empty folder."""
     tokenizer = make_tokenizer(family)
     tokenizer.save_pretrained(folder / "tokenizer")
     save_processor(folder / "processor", tokenizer, family)
@@ -241,7 +241,7 @@ def build(folder: Path, family: str, seed: int) -> None:
 
 
 def refusal(out: Path) -> str | None:
-    """Why OUT must be left alone, or None if it is free or holds nothing but a checkpoint of this tool's."""
+    """Why OUT must be left alone, or None if it is free or holds nothing but a model of this tool's."""
     if not out.exists():
         return None
     if not out.is_dir():
@@ -258,7 +258,7 @@ def refusal(out: Path) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Write a tiny random Qwen-Image-Edit checkpoint.")
+    parser = argparse.ArgumentParser(description="Write a tiny random Qwen-Image-Edit model.")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     parser.add_argument("--family", choices=sorted(PIPELINES), default="edit", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if out.exists():
             out.rename(Path(scratch, "old"))
         new.rename(out)
-    print(f"wrote a tiny {options.family} checkpoint ({size:.1f} MB, seed {options.seed}) to {options.out}")
+    print(f"wrote a tiny {options.family} model ({size:.1f} MB, seed {options.seed}) to {options.out}")
     return 0
 
 

@@ -16,7 +16,7 @@ from qie.config.schema import Config
 _ARGUMENTS = "optimizer.init_args"
 _BOTH = "none: qie-precompute writes latents and embeddings, always"
 _BY_CONTENT = "none: what changed is found by its content"
-_CONTROLS = "none: controls are seen at the model's area in their own proportions"
+_CONTROLS = "none: controls get the model's area in their own proportions"
 _DIFFUSERS = "none: the model is one folder in the layout of diffusers, model.pretrained_model_name_or_path"
 _LEVELS = "loss.timestep_sampling, with loss.logit_std and loss.shift"
 _SHAPES = "none: sizes keep the image's proportions; data.buckets_px fixes them"

@@ -43,7 +43,7 @@ CountOrZero = Annotated[int, Field(ge=0, le=MANY)]
 Bytes = Annotated[int, Field(gt=0, lt=1 << 63)]
 Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 """Beyond it, products in float32 or bfloat16 are 0 or infinite."""
-Batch = Annotated[int, Field(gt=0, le=1024)]
+BatchSize = Annotated[int, Field(gt=0, le=1024)]
 
 
 def word(text: str) -> BeforeValidator:
@@ -96,7 +96,7 @@ MAX_AREA_PX = 178_956_970
 """The largest image that Pillow reads, and the largest area of an encoder's image."""
 
 Pixels = Annotated[int, Field(gt=0, le=MAX_AREA_PX)]
-Side = Annotated[int, Field(gt=0, le=MAX_AREA_PX, multiple_of=16)]
+BucketSide = Annotated[int, Field(gt=0, le=MAX_AREA_PX, multiple_of=16)]
 Area = Pixels | list[Pixels] | None
 
 USUAL_AREA_PX = 256 * 256
@@ -159,7 +159,7 @@ class DataConfig(Section):
         description="Rows for qie-precompute and for live encoding: anything that qie.open_source understands, "
         "or several of them.",
     )
-    batch_size: Batch = Field(1, description="Batch size per process.")
+    batch_size: BatchSize = Field(1, description="Batch size per process.")
     tail: Literal["pad", "drop"] = Field("pad", description="Pad or drop the last, incomplete batch of each shape.")
     caption_dropout_rate: Fraction = Field(0.0, description="How often the null prompt replaces the prompt.")
     control_dropout_rate: Fraction = Field(
@@ -173,7 +173,7 @@ class DataConfig(Section):
         description="Image area for the VAE; null: the family's own. From a list, each image takes the largest "
         "area that does not enlarge it.",
     )
-    buckets_px: list[Annotated[list[Side], Field(min_length=2, max_length=2), AfterValidator(_size)]] = Field(
+    buckets_px: list[Annotated[list[BucketSide], Field(min_length=2, max_length=2), AfterValidator(_size)]] = Field(
         [],
         description="Fixed sizes [width, height] instead of areas. Each image is cropped to the one nearest in shape.",
     )
@@ -248,7 +248,7 @@ class ShardCacheConfig(Section):
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="auto: bfloat16 on a GPU and float32 on the CPU."
     )
-    encode_batch_size: Batch = Field(
+    encode_batch_size: BatchSize = Field(
         1, description="Rows encoded together. Above 1, the last bits of a sample depend on its neighbours."
     )
     variants: int = Field(

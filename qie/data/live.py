@@ -124,14 +124,14 @@ def look_at_rows(
 
     rows = range(len(source))[share]
     looking = Pipeline(Stage("inspect", inspect, os.cpu_count() or 1))
-    for done, (index, looks) in enumerate(zip(rows, looking.run(rows), strict=True), start=1):
+    for done, (index, of_row) in enumerate(zip(rows, looking.run(rows), strict=True), start=1):
         progress(done)
-        for number, seen in enumerate(looks):
+        for number, facts in enumerate(of_row):
             name, part = source.name(index), source_name(source, index)
-            if isinstance(seen, RowError):
-                skipped.append(Skipped(index, name, seen.what, source=part, variant=number))
+            if isinstance(facts, RowError):
+                skipped.append(Skipped(index, name, facts.what, source=part, variant=number))
             else:
-                found.append((index, number, seen, part))
+                found.append((index, number, facts, part))
     return RowFacts.of(found, skipped)
 
 

@@ -35,7 +35,7 @@ MAX_GLOBAL_BATCH = 65_536
 _NAMED_SHAPES = 8
 
 # What chance is used for: each use has numbers of its own.
-DRAWS, BATCHES, VERSIONS, PASSES, BLOCKS = range(5)
+DRAWS, BATCHES, VARIANTS, PASSES, BLOCKS = range(5)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def plan_epoch(
         seed, epoch: decide the order, which rows a fractional weight draws, and which variant of a row is shown.
         global_batch_size: samples per batch over all processes.
         tail: what becomes of the last samples of a shape when they fill no batch: `pad` repeats them with weight 0, so
-            that everything drawn is seen; `drop` leaves them out of this epoch. Which they are is left to chance, but
+            that everything drawn is used; `drop` leaves them out of this epoch. Which they are is left to chance, but
             in a sequence.
         order: `shuffle` everything; `blocks`, for stores where reading far apart is slow: shards are shuffled, and
             samples and batches within each `block_size` of them in turn, what fills no batch going on to the next; or
@@ -288,7 +288,7 @@ def _sorted_by_length(
     similar: int,
     most: int,
 ) -> NDArray[np.int64]:
-    """Batches [B, size] filled anew by length, in stretches of at most `similar` of one shape and window."""
+    """Batches [B, size] filled again by length, in stretches of at most `similar` of one shape and window."""
     runs = np.flatnonzero(np.append(True, (shapes[1:] != shapes[:-1]) | (windows[1:] != windows[:-1]))[: len(full)])
     sizes = np.diff(runs, append=len(full))
     stretch = np.repeat(np.clip(sizes // most, 1, similar), sizes)
@@ -333,7 +333,7 @@ def draw(
     variants = np.diff(first, append=len(kept))
     variants = variants if times is None else np.repeat(variants, times)
     # The upper half of a random number is a fraction of 2³².
-    random = (raw_bits(VERSIONS, seed, epoch, len(chosen)) >> np.uint64(32)).view(np.int64)
+    random = (raw_bits(VARIANTS, seed, epoch, len(chosen)) >> np.uint64(32)).view(np.int64)
     return kept[chosen + (random * variants >> 32)], times
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from qie.html_report.markup import Html, join, tag
-from qie.stats import Coverage, Range, merged
+from qie.precompute.ranges import Range
+from qie.stats import Coverage, merged
 
 CELLS = 400
 WIDTH, HEIGHT = 360, 220

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-CHANNELS = 16
+from qie.shards.tensors import CHANNELS
+
 BINS = 60
 WITHIN = 0.995
 """The histogram reaches so far that this part of the values is in it; how many are not is said beside it."""

@@ -1,4 +1,4 @@
-"""Generating images: diffusers' own pipeline, fed with qie's embeddings."""
+"""Generating images: diffusers' own pipeline, with qie's embeddings."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from qie.data.sources import open_source
 from qie.encode.images import decode_image
 from qie.errors import UsageError
-from qie.legacy.embedding_cache import KINDS, EmbeddingCacheManager
+from qie.legacy.embedding_cache import CACHE_TYPES, EmbeddingCacheManager
 from qie.legacy.names import by_keys, ignored
 from qie.paths import local_path
 
@@ -67,7 +67,7 @@ class ImageDataset(Dataset[dict[str, Any]]):
         }
         key = self.cache_manager.key_of(row) if self.cache_manager else None
         if key is not None and self.cache_manager:
-            item |= {kind: self.cache_manager.load_cache(kind, key) for kind in KINDS}
+            item |= {kind: self.cache_manager.load_cache(kind, key) for kind in CACHE_TYPES}
             hashes = ("image_hash", "control_hash", "prompt_hash", "empty_prompt_hash")
             item |= {"cached": True, "file_hashes": dict.fromkeys(hashes, key)}
         return item

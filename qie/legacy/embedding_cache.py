@@ -23,7 +23,7 @@ from qie.stats import summarise
 from qie.stores import File, Folder, open_folder
 from qie.types import Row, Sample
 
-KINDS = (
+CACHE_TYPES = (
     "pixel_latent",
     "control_latent",
     "prompt_embed",
@@ -36,7 +36,7 @@ KINDS = (
 def check_cache_exists(cache_root: str | Path) -> bool:
     """Whether there is a shard, or a single tensor of each of the first four kinds. Now: `qie-stats DIR`."""
     folder = open_folder(cache_root)
-    return bool(published(folder)) or all(_singles(folder, kind) for kind in KINDS[:4])
+    return bool(published(folder)) or all(_singles(folder, kind) for kind in CACHE_TYPES[:4])
 
 
 class EmbeddingCacheManager:
@@ -98,7 +98,7 @@ class EmbeddingCacheManager:
     def get_cache_stats(self) -> dict[str, int]:
         """How many tensors there are of each kind. Now: `qie-stats DIR`, or `qie.stats.summarise`."""
         records = summarise(published(self._folder)).records
-        return {kind: records + len(_singles(self._folder, kind)) for kind in KINDS}
+        return {kind: records + len(_singles(self._folder, kind)) for kind in CACHE_TYPES}
 
     def clear_cache(self, cache_type: str | None = None) -> None:
         """Delete single tensors: those of one kind; without a kind all of them, and all shards.
@@ -115,7 +115,7 @@ class EmbeddingCacheManager:
                 where=self._folder.url,
                 hint="qie-precompute encodes again what changed; clear_cache() deletes the shards",
             )
-        for kind in KINDS if cache_type is None else (_known(cache_type),):
+        for kind in CACHE_TYPES if cache_type is None else (_known(cache_type),):
             for name in _singles(self._folder, kind):
                 self._folder.child(kind).delete(name)
         for index in indexes:  # a tar without its index is no shard
@@ -173,8 +173,8 @@ class EmbeddingCacheManager:
 
 
 def _known(kind: str) -> str:
-    if kind not in KINDS:
-        raise UsageError("no such kind of tensor", expected=", ".join(KINDS), found=kind)
+    if kind not in CACHE_TYPES:
+        raise UsageError("no such kind of tensor", expected=", ".join(CACHE_TYPES), found=kind)
     return kind
 
 

@@ -16,7 +16,7 @@ from qie.errors import ConfigError, UsageError
 from qie.legacy.names import ignored
 from qie.recipe import json_hash
 
-ENCODERS = {"vae": "latents", "text_encoder": "embeds"}
+KEPT_AS = {"vae": "latents", "text_encoder": "embeds"}
 """The frozen encoders, and the field of the configuration's `cache.keep` that holds what they give."""
 
 KeyExtractor = Callable[[Any], Hashable]
@@ -83,7 +83,7 @@ class CacheConfig:
         object.__setattr__(self, "key_extractors", key_extractor or self.key_extractors)
         extractors = [] if callable(self.key_extractors) else self.key_extractors
         for name in (*self.mapping, *extractors):
-            if name not in ENCODERS:
+            if name not in KEPT_AS:
                 expected = "vae, which encodes images, or text_encoder, which encodes prompts over images"
                 raise ConfigError("no such encoder", where="CacheConfig", expected=expected, found=name)
         for kind in (self.cache_type, *self.mapping.values()):
@@ -100,7 +100,7 @@ class CacheConfig:
         """
         gpu = torch.cuda.is_available()
         found: dict[str, CacheType] = {}
-        for name in ENCODERS:
+        for name in KEPT_AS:
             wanted = CacheType(self.mapping.get(name, self.cache_type or CacheType.NONE))
             if wanted == CacheType.GPU and not gpu:
                 raise ConfigError("no GPU to cache on", where=f"CacheConfig, {name}", expected="cpu or auto")
@@ -121,7 +121,7 @@ class CacheConfig:
             ignored("key_extractors", "nothing: samples of shards are known by their content")
         cached = {name: kind for name, kind in types.items() if kind != CacheType.NONE}
         require_frozen({name: encoder for name, encoder in (encoders or {}).items() if name in cached})
-        keep = config.cache.keep.model_copy(update={ENCODERS[name]: str(kind) for name, kind in types.items()})
+        keep = config.cache.keep.model_copy(update={KEPT_AS[name]: str(kind) for name, kind in types.items()})
         values: dict[str, Any] = {"cache.use_cache": bool(cached), "cache.keep": keep.model_dump()}
         if self.save_dir is not None:
             values["cache.cache_dir"] = self.save_dir

@@ -191,7 +191,7 @@ class QwenImageEditTrainer:
 
     @property
     def scheduler(self) -> FlowMatchEulerDiscreteScheduler:
-        """The checkpoint's noise schedule. Now: section `loss` of the configuration."""
+        """The model's noise schedule. Now: section `loss` of the configuration."""
         return load_scheduler(self.pretrained)
 
     @property
@@ -279,7 +279,7 @@ class QwenImageEditTrainer:
         self._running().step = step
 
     def load_model(self, text_encoder_device: str | None = None) -> None:
-        """Check that the checkpoint has all components; weights are loaded by what needs them first.
+        """Check that the model has all components; weights are loaded by what needs them first.
 
         Now: `qie.open_pretrained`. `text_encoder_device` is ignored: `cache.text_encoder_device`.
         """
@@ -313,7 +313,7 @@ class QwenImageEditTrainer:
         return train_dataloader
 
     def set_model_devices(self, mode: Mode = "train") -> None:
-        """Let go of what `mode` does not need. Now: nothing; each command loads what it needs, where it is needed."""
+        """Free what `mode` does not need. Now: nothing; each command loads what it needs, where it is needed."""
         if mode not in get_args(Mode):
             raise UsageError("no such mode", expected=", ".join(get_args(Mode)), found=mode)
         if mode == "train" and self.use_cache and self.cache_exist:
@@ -500,7 +500,7 @@ class QwenImageEditTrainer:
     def decode_vae_latent(self, latents: torch.Tensor) -> Pixels:
         """Latents as shards hold them, [C, 1, H, W] or [B, C, 1, H, W], to pixels: [8H, 8W, 3] or [B, 8H, 8W, 3] uint8.
 
-        Now: the VAE of diffusers, `qie.inference.load_vae`, fed with z · std + mean.
+        Now: the VAE of diffusers, `qie.inference.load_vae`, which takes z · std + mean.
         """
         if latents.ndim not in (4, 5) or latents.shape[-3] != 1:
             found = list(latents.shape)

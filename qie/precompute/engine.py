@@ -20,7 +20,7 @@ from qie.data.live import RowEncoder
 from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
 from qie.errors import RowError
-from qie.precompute.progress import Progress, Report
+from qie.precompute.progress import OnReport, Report
 from qie.precompute.ranges import Range, shard_ranges
 from qie.precompute.reuse import Records
 from qie.shards.index import Entry, ShardIndex, Skipped, row_inputs, shard_stem
@@ -90,7 +90,7 @@ class Duplicate:
     row: Row
 
 
-Outcome = Encoded | Reused | Duplicate | Skipped
+RowOutcome = Encoded | Reused | Duplicate | Skipped
 """What becomes of a row, or of each of its variants."""
 
 
@@ -123,7 +123,7 @@ class Group:
     shard: OpenShard
     numbers: range
     last: bool
-    rows: list[Fresh | Outcome] = field(default_factory=list)
+    rows: list[Fresh | RowOutcome] = field(default_factory=list)
     index: ShardIndex | None = None
 
 
@@ -161,7 +161,7 @@ class Engine:
         encoder: RowEncoder,
         output: Folder,
         settings: Settings,
-        progress: Progress = lambda report: None,
+        progress: OnReport = lambda report: None,
     ) -> None:
         self.source, self.encoder, self.output, self.settings = source, encoder, output, settings
         self._recipe, self._progress = encoder.recipe, progress
@@ -387,7 +387,7 @@ def _count(report: Report, work: Work) -> None:
                 report.bytes_written += work.index.filesize
 
 
-def _count_row(report: Report, one: Fresh | Outcome) -> None:
+def _count_row(report: Report, one: Fresh | RowOutcome) -> None:
     match one:
         case Encoded(entry):
             report.encoded += 1

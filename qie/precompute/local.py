@@ -24,7 +24,7 @@ from qie.data.live import RowEncoder
 from qie.data.sources import Source
 from qie.errors import QieError, UsageError
 from qie.precompute.engine import Engine, Settings
-from qie.precompute.progress import Progress, Report
+from qie.precompute.progress import OnReport, Report
 from qie.precompute.ranges import Range, shard_ranges
 from qie.recipe import Recipe
 from qie.shards.index import read_index
@@ -48,7 +48,7 @@ def precompute(
     shard_size: int = 64,
     settings: Settings | None = None,
     workers: Sequence[Opener] = (),
-    progress: Progress = lambda report: None,
+    progress: OnReport = lambda report: None,
 ) -> Report:
     """Bring the shards of `rows` in `output` up to date with `source`.
 
@@ -117,7 +117,7 @@ def check_output(output: Folder, recipe: Recipe, source_rows: int) -> list[File]
 
 
 def _engine(
-    output: Folder, settings: Settings, recipe: Recipe, source: Source, encoder: RowEncoder, progress: Progress
+    output: Folder, settings: Settings, recipe: Recipe, source: Source, encoder: RowEncoder, progress: OnReport
 ) -> Engine:
     recipe.require_equal(encoder.recipe, "a worker", "name devices of one kind, or set cache.compute_dtype")
     return Engine(source, encoder, output, settings, progress)
@@ -137,7 +137,7 @@ def _make(output: Folder) -> None:
         ) from error
 
 
-_EngineOf = Callable[[Source, RowEncoder, Progress], Engine]
+_EngineOf = Callable[[Source, RowEncoder, OnReport], Engine]
 
 
 @dataclass
@@ -148,7 +148,7 @@ class _Worker:
 
 
 def _run_workers(
-    openers: Sequence[Opener], engine_of: _EngineOf, shards: Sequence[Range], progress: Progress
+    openers: Sequence[Opener], engine_of: _EngineOf, shards: Sequence[Range], progress: OnReport
 ) -> Report:
     """Run a process for each of `openers` until all `shards` are done.
 

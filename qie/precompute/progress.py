@@ -94,7 +94,7 @@ class Report:
         }
 
 
-Progress = Callable[[Report], object]
+OnReport = Callable[[Report], object]
 
 
 @dataclass

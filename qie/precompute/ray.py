@@ -20,7 +20,7 @@ from qie.data.sources import Source
 from qie.errors import QieError, UsageError
 from qie.precompute.engine import Engine, Settings
 from qie.precompute.local import Opener, plan_shards
-from qie.precompute.progress import Progress, Report
+from qie.precompute.progress import OnReport, Report
 from qie.precompute.ranges import Range
 from qie.recipe import Recipe
 from qie.shards.shard_set import require_disjoint
@@ -45,7 +45,7 @@ def precompute_on_ray(
     gpus: int,
     shard_size: int = 64,
     settings: Settings | None = None,
-    progress: Progress = lambda report: None,
+    progress: OnReport = lambda report: None,
 ) -> Report:
     """As `precompute`, with tasks on the cluster of RAY_ADDRESS; without it, on the last one that was started on this
     machine, or on one that is started here.

@@ -107,7 +107,7 @@ class Table:
         )
 
     def of_shards(self, numbers: Sequence[int]) -> Table:
-        """The samples of some shards, in that order, numbered anew."""
+        """The samples of some shards, in that order, numbered from 0."""
         starts, stops = (np.searchsorted(self.shards, numbers, side) for side in ("left", "right"))
         kept = np.concatenate([np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
         columns = {name: getattr(self, name)[kept] for name in COLUMNS}

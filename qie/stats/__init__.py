@@ -2,13 +2,12 @@
 
 from qie.stats.epoch_preview import EpochPlan, preview_epoch
 from qie.stats.explain import Explanation, explain_rows
-from qie.stats.summary import Coverage, Range, Summary, merged, one_line, summarise
+from qie.stats.summary import Coverage, Summary, merged, one_line, summarise
 
 __all__ = [
     "Coverage",
     "EpochPlan",
     "Explanation",
-    "Range",
     "Summary",
     "explain_rows",
     "merged",

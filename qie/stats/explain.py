@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
 from qie.errors import QieError, RowError
-from qie.recipe import Recipe
+from qie.recipe import Recipe, brief
 from qie.shards.index import ShardIndex, Skipped, read_index, row_inputs
 from qie.stages import Pipeline, Stage
 from qie.stats.summary import one_line
@@ -187,9 +187,4 @@ def _causes(row: Row, recipe: Recipe, older: _Older) -> Iterator[Cause]:
     for one in fields(Recipe):
         old, new = getattr(older.recipe, one.name), getattr(recipe, one.name)
         if old != new:
-            yield Cause(one.name, f"was {_short(old)}, is {_short(new)}")
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return f"{text[:12]}…" if len(text) == 64 else text
+            yield Cause(one.name, f"was {brief(old)}, is {brief(new)}")

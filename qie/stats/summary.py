@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from qie.errors import QieError
+from qie.precompute.ranges import Range
 from qie.recipe import Recipe
 from qie.shards.compact_index import Compact
 from qie.shards.index import ShardIndex, Skipped, parse_stem, read_index
@@ -31,8 +32,6 @@ LOCAL_READERS = 1
 """More would only wait for one another: parsing an index holds Python's lock."""
 _SHARES = {"min": 0.0, "p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99, "max": 1.0}
 LENGTH_BINS = 32
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 from qie.errors import QieError, UsageError
 from qie.stores.contract import WHOLE_BYTES, MissingError, StoreError, checked, checked_range, require_whole
+from qie.stores.object_errors import MAX_CAUSE
 from qie.stores.retry import patiently
-
-MAX_CAUSE = 300
 
 _KINDS = ("datasets", "spaces", "buckets")
 _PASSING_STATUS = (408, 425, 429)

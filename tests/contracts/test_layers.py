@@ -60,6 +60,15 @@ def modules():
             yield ".".join(parts), path
 
 
+def public_names(node: ast.stmt) -> list[str]:
+    """What a line of a module gives others: a function, a class, or another name for a type."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [] if node.name.startswith("_") else [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if name[0].isupper() and not name.isupper()]
+
+
 def test_every_module_has_a_layer() -> None:
     assert {package(name) for name, _ in modules()} == set(RANK)
 
@@ -112,8 +121,8 @@ def test_no_two_rooms_share_a_name() -> None:
         if package(name) != "cli":
             files.setdefault(path.stem, []).append(name)
         for node in ast.parse(path.read_text()).body:
-            public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
-            if public and node.name != "main" and package(name) != "legacy":
-                things.setdefault(node.name, []).append(name)
+            for thing in public_names(node):
+                if thing != "main" and package(name) != "legacy":
+                    things.setdefault(thing, []).append(name)
     assert {stem for stem, places in files.items() if len(places) > 1} == set()
     assert {thing for thing, places in things.items() if len(places) > 1} == set()

@@ -298,7 +298,7 @@ def test_of_many_records_a_bounded_number_is_read_from_all_shards(
 
 def test_colours_can_be_told_from_what_is_behind_them() -> None:
     """The contrast that WCAG 2 asks of text, of both colour schemes."""
-    css = (ROOT / "qie" / "report" / "page.css").read_text()
+    css = (ROOT / "qie" / "html_report" / "page.css").read_text()
     light, dark = re.findall(r":root \{(.*?)\}", css, re.DOTALL)[:2]
 
     def luminance(colour: str) -> float:
@@ -316,7 +316,7 @@ def test_colours_can_be_told_from_what_is_behind_them() -> None:
 
 def test_the_pages_files_are_part_of_the_package() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["qie.html_report"]
-    folder = ROOT / "qie" / "report"
+    folder = ROOT / "qie" / "html_report"
     others = {path.name for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
     assert others == {path.name for pattern in data for path in folder.glob(pattern)} != set()
 

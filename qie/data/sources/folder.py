@@ -23,7 +23,7 @@ _PROMPT = re.compile(r"(.*)_prompt_\d+")
 
 
 @dataclass(frozen=True)
-class Side:
+class ImageFolder:
     """One of the two folders: its images' endings by stem, and the stems of its texts."""
 
     folder: Folder
@@ -31,7 +31,7 @@ class Side:
     texts: frozenset[str]
 
     @classmethod
-    def list(cls, folder: Folder) -> Side:
+    def list(cls, folder: Folder) -> ImageFolder:
         """List a folder. Raises SourceError for two images of one stem: which of them is meant cannot be known."""
         endings: dict[str, str] = {}
         texts = []
@@ -71,8 +71,8 @@ class FolderSource:
     read, not a row that is left out: it keeps its index and its reason is reported.
     """
 
-    targets: Side
-    controls: Side
+    targets: ImageFolder
+    controls: ImageFolder
     stems: tuple[str, ...]
     more_controls: dict[str, tuple[str, ...]]
     more_prompts: dict[str, tuple[str, ...]]
@@ -80,7 +80,8 @@ class FolderSource:
     @classmethod
     def open(cls, folder: Folder) -> FolderSource:
         """List the folder. Raises SourceError when its layout is another one, or it holds no target."""
-        targets, controls = (Side.list(_first_folder(folder, names)) for names in (TARGET_FOLDERS, CONTROL_FOLDERS))
+        sides = (_first_folder(folder, names) for names in (TARGET_FOLDERS, CONTROL_FOLDERS))
+        targets, controls = map(ImageFolder.list, sides)
         stems = tuple(sorted(stem for stem in targets.endings if not _stands_beside(stem, targets.endings)))
         if not stems:
             raise SourceError(

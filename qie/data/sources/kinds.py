@@ -29,10 +29,10 @@ from qie.stores import (
 
 KINDS = "a folder, .csv, .jsonl, .ndjson, .parquet, .tar, or hf://datasets/owner/name"
 
-Places = str | Path | SourceSpec | Mapping[str, object]
+SourceLike = str | Path | SourceSpec | Mapping[str, object]
 
 
-def open_source(place: Places | Sequence[Places]) -> Source:
+def open_source(place: SourceLike | Sequence[SourceLike]) -> Source:
     """The source that a place holds; several of them are a mixture.
 
     Args:
