@@ -90,48 +90,41 @@ def test_stats_counts_the_images_of_which_only_the_first_frame_was_used(
     assert "note: 1 × control 1 has several frames: the first is used" in run(stats, tmp_path / "shards").stdout
 
 
-def test_stats_finds_a_flipped_bit_and_still_summarises_the_rest(work: Path, tmp_path: Path) -> None:
+def test_stats_finds_a_flipped_bit_with_verify_alone_and_still_summarises_the_rest(work: Path, tmp_path: Path) -> None:
     shutil.copytree(work / "shards", tmp_path / "shards")
     victim = sorted((tmp_path / "shards").glob("*.tar"))[0]
     content = bytearray(victim.read_bytes())
     content[5000] ^= 4
     victim.write_bytes(content)
-    assert run(stats, tmp_path / "shards").exit_code == 0, "without --verify the tars are not read"
+    assert run(stats, tmp_path / "shards").exit_code == 0
     result = run(stats, tmp_path / "shards", "--verify", "--compact", code=1)
     assert "samples   12" in result.stdout
     assert not (tmp_path / "shards" / "index.safetensors").exists(), "what is damaged is not compacted"
     assert "fault: a record is damaged" in result.stderr and str(victim) in result.stderr
-    victim.write_bytes(content[:-512])
-    assert "cut short" in run(stats, tmp_path / "shards", code=1).stderr
 
 
-def test_train_then_predict_with_the_adapter(work: Path, photos: Path, tmp_path: Path) -> None:
+def metrics(output: Path, name: str) -> list[tuple[int, float | None]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[name]) for line in lines if name in line]
+
+
+def test_train_resume_then_predict_with_the_adapter(work: Path, photos: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     arguments = ["--config", work / "config.yaml", "--set", f"train.output_dir={output}"]
-    result = run(train, *arguments, work / "shards")
-    assert "done after 6 steps" in result.stdout
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
-    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 3, 6]
-
-    again = run(train, *arguments, work / "shards", code=2)
-    assert "already holds a run" in again.stderr
+    assert "done after 6 steps" in run(train, *arguments, work / "shards").stdout
+    assert [step for step, _ in metrics(output, "loss")] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in metrics(output, "validation_loss")] == [0, 3, 6]
+    assert "already holds a run" in run(train, *arguments, work / "shards", code=2).stderr
     run(train, *arguments, work / "shards", "--resume", "latest", "--set", "train.max_steps=8")
 
     image = next((photos / "control_images").glob("*.png"))
     request = ["--config", work / "config.yaml", "--image", image, "--prompt", "make it night", "--steps", 2]
     run(predict, *request, "--output", tmp_path / "plain.png")
-    run(predict, *request, "--output", tmp_path / "tuned.png", "--lora", output / "checkpoint-000008")
-    run(predict, *request, "--output", tmp_path / "again.png", "--lora", output / "checkpoint-000008")
+    for name in ("tuned", "again"):
+        run(predict, *request, "--output", tmp_path / f"{name}.png", "--lora", output / "checkpoint-000008")
     plain, tuned, same = (Image.open(tmp_path / f"{name}.png") for name in ("plain", "tuned", "again"))
-    assert plain.size == tuned.size and plain.tobytes() != tuned.tobytes()
-    assert tuned.tobytes() == same.tobytes()
+    assert plain.size == tuned.size and plain.tobytes() != tuned.tobytes() == same.tobytes()
     assert json.loads(plain.text["qie"])["prompt"] == "make it night"
-
-
-def losses(output: Path) -> list[tuple[int, float | None]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line.get("loss")) for line in lines]
 
 
 def test_training_that_writes_its_shards_follows_them_as_it_would_a_writer_beside_it(
@@ -141,7 +134,7 @@ def test_training_that_writes_its_shards_follows_them_as_it_would_a_writer_besid
     written = [*config, "--set", f"cache.cache_dir={tmp_path / 'shards'}", "--set", "cache.write_through=true"]
     run(train, *written, "--set", "cache.use_cache=false", "--set", f"train.output_dir={tmp_path / 'through'}")
     run(train, *config, tmp_path / "shards", "--follow", "--set", f"train.output_dir={tmp_path / 'follow'}")
-    assert losses(tmp_path / "through") == losses(tmp_path / "follow")
+    assert metrics(tmp_path / "through", "loss") == metrics(tmp_path / "follow", "loss")
     samples = json.loads(run(stats, tmp_path / "shards", "--json").stdout)
     assert samples["samples"] == 12, "all rows were written, not only those that training took"
 
@@ -159,7 +152,7 @@ def test_a_compacted_index_is_written_on_request_and_training_is_the_same(work: 
     result = run(stats, tmp_path / "shards", "--compact")
     assert f"compacted: {tmp_path / 'shards' / 'index.safetensors'}" in result.stdout
     run(train, *config, tmp_path / "shards", "--set", f"train.output_dir={tmp_path / 'other'}")
-    assert losses(tmp_path / "one") == losses(tmp_path / "other")
+    assert metrics(tmp_path / "one", "loss") == metrics(tmp_path / "other", "loss")
 
 
 CHILD = """
@@ -201,17 +194,6 @@ def test_training_on_shards_opens_no_image_and_loads_no_encoder(work: Path, tiny
     assert "done after 2 steps" in done.stdout
 
 
-def test_shards_of_another_family_are_refused(work: Path, tiny_edit_plus: Path, tmp_path: Path) -> None:
-    arguments = [
-        "--set",
-        f"model.pretrained_model_name_or_path={tiny_edit_plus}",
-        "--set",
-        f"train.output_dir={tmp_path}",
-    ]
-    result = run(train, "--config", work / "config.yaml", *arguments, code=2)
-    assert "family (model.family): edit_plus by the configuration, edit in the shards" in result.stderr
-
-
 def test_shards_of_another_recipe_are_trained_on_when_that_is_accepted_and_run_json_says_so(
     work: Path, tmp_path: Path
 ) -> None:
@@ -223,21 +205,10 @@ def test_shards_of_another_recipe_are_trained_on_when_that_is_accepted_and_run_j
     assert report["accepted"] == ["text_area_px (data.text_area_px): 4096 by the configuration, None in the shards"]
 
 
-def test_an_output_that_holds_another_recipe_is_refused_and_left_alone(work: Path) -> None:
-    before = {path.name: path.read_bytes() for path in (work / "shards").iterdir()}
-    result = run(precompute, "--config", work / "config.yaml", "--set", "data.area_px=4096", code=2)
-    assert "areas_px: (4096,) here, (16384,) there" in result.stderr
-    assert {path.name: path.read_bytes() for path in (work / "shards").iterdir()} == before
-
-
 def test_the_validation_loss_falls_clearly(work: Path, tmp_path: Path) -> None:
-    arguments = [f"train.output_dir={tmp_path / 'run'}", "train.max_steps=120", "optimizer.init_args={lr: 5e-3}"]
-    arguments += [
-        "model.lora.target_modules=[to_q, to_k, to_v, to_out.0, net.0.proj, net.2]",
-        "lr_scheduler.warmup_steps=5",
-    ]
-    settings = [word for argument in arguments for word in ("--set", argument)]
-    run(train, "--config", work / "config.yaml", *settings, "--set", "train.gradient_checkpointing=false")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    assert losses[-1] < 0.85 * losses[0], losses
+    targets = "[to_q, to_k, to_v, to_out.0, net.0.proj, net.2]"
+    arguments = [f"train.output_dir={tmp_path}", "train.max_steps=40", "optimizer.init_args={lr: 1e-2}"]
+    arguments += [f"model.lora.target_modules={targets}", "validation.every=40", "train.gradient_checkpointing=false"]
+    run(train, "--config", work / "config.yaml", *(word for item in arguments for word in ("--set", item)))
+    (_, before), (_, after) = metrics(tmp_path, "validation_loss")
+    assert after < 0.85 * before

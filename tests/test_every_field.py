@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from pydantic import BaseModel
 
 from qie.cli import precompute, predict, train
-from qie.config import Config, load_config
+from qie.config import Config
 from qie.config.loading import section_in
 from qie.config.schema import Section
 from tests.conftest import AREA_PX, ROOT
@@ -111,17 +111,3 @@ def test_every_field_is_read_by_a_command(
     reads.add(("DataConfig", "allow_tiny"))  # which decides what of the file is accepted, and nothing after that
     unread = [path for model, name, path in fields_of(Config) if (model, name) not in reads]
     assert not unread, f"no command reads {', '.join(unread)}"
-
-
-def test_all_fields_are_looked_at() -> None:
-    paths = {path for _, _, path in fields_of(Config)}
-    assert {"model.lora", "model.lora.r", "data.source", "data.source.weight", "cache.keep.latents"} <= paths
-    assert {"validation.samples", "validation.samples.prompt", "predict.devices.vae"} <= paths
-    assert "predict.devices" not in paths
-
-
-def test_copies_and_dumps_are_no_reads(reads: set[tuple[str, str]], config: Path) -> None:
-    loaded = load_config(config)
-    loaded.model_dump()
-    loaded.model_copy(update={"data": loaded.data.model_copy(update={"source": "x"})})
-    assert (hash(repr(loaded)), loaded == load_config(config)) and not reads

@@ -21,7 +21,7 @@ import qie
 from qie.config import Config, load_config
 from qie.config.renamed import moved
 from qie.data.sources import open_source
-from qie.errors import ConfigError, RecipeMismatchError, RowError, ShardError, UsageError
+from qie.errors import ConfigError, RowError, ShardError, UsageError
 from qie.legacy import (
     CacheConfig,
     CacheType,
@@ -351,12 +351,6 @@ def test_without_a_cache_rows_are_encoded_live_and_written_through_as_qie_train_
     assert list((tmp_path / "through").glob("*.tar"))
 
 
-def test_shards_of_another_family_are_refused(cached: Path, tiny_edit_plus: Path) -> None:
-    trainer = QwenImageEditTrainer(load_config(cached, [f"model.pretrained_model_name_or_path={tiny_edit_plus}"]))
-    with pytest.raises(RecipeMismatchError, match="another model family"):
-        trainer.fit()
-
-
 def loop(trainer: QwenImageEditTrainer, steps: int) -> None:
     """The first steps of training, as a program with its own loop takes them."""
     for batch in trainer.stream:
@@ -615,12 +609,3 @@ def test_the_keys_and_names_that_the_migration_page_gives_are_there() -> None:
             )
     for name in re.findall(r"`((?:qie\.)[\w.]+)", text):
         assert pkgutil.resolve_name(name), name
-
-
-def test_every_old_name_says_what_it_is_now() -> None:
-    for name in qie.legacy.__all__:
-        assert "Now: " in (getattr(qie.legacy, name).__doc__ or ""), name
-    for face in (EmbeddingCacheManager, QwenImageEditTrainer):
-        public = {name: getattr(face, name) for name in dir(face) if not name.startswith("_")}
-        silent = [n for n, member in public.items() if callable(member) and "Now: " not in (member.__doc__ or "")]
-        assert silent == []
