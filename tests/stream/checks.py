@@ -45,7 +45,7 @@ def all_facts(batches: Iterable[Batch], count: int | None = None) -> list[Facts]
 
 
 def assert_restores_everywhere(
-    new: Callable[[], Stream], epochs: int = 3, loop: Callable[[Stream], Iterator[Batch]] = Stream.forever
+    new: Callable[[], Stream], epochs: int = 2, loop: Callable[[Stream], Iterator[Batch]] = Stream.forever
 ) -> list[Facts]:
     """A stream's run over some epochs, after it was gone on with from each of its positions, with the same batches.
 
