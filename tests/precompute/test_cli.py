@@ -75,7 +75,7 @@ def test_the_log_is_json_lines_with_stages_and_the_bottleneck(config: Path, tmp_
 LOG = "missing/log"
 REFUSED = {
     **{
-        f"devices beside {more[0]}": (["--devices", "cpu,cpu", *more], "--devices excludes")
+        f"devices beside {more[0]}": (["--devices", "cpu,cpu", *more], "--devices cannot be combined with")
         for more in (["--vae-device", "cpu"], ["--text-device", "cpu"], ["--engine", "ray"])
     },
     **{

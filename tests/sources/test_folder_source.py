@@ -204,7 +204,7 @@ def test_a_source_that_is_no_folder_or_an_empty_one_is_refused(tmp_path: Path, n
     (tmp_path / "empty").mkdir()
     error = refused(SourceError, tmp_path / name)
     assert (str(error.where), error.found) == (str(tmp_path / name), found)
-    assert "no folder" in error.what or name == "empty"
+    assert "neither a folder" in error.what or name == "empty"
 
 
 @pytest.mark.parametrize("role", ["targets", "controls"])

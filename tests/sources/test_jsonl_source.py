@@ -136,7 +136,7 @@ def test_a_broken_line_is_refused_by_itself(table: Table, line: bytes) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[\n1\n]\n", "no line is a row\n  where:    {}, line 1"),
+        (b"[\n1\n]\n", "no line holds a row\n  where:    {}, line 1"),
         *((content, "the JSONL holds no rows") for content in (b"", b"\n \n\r\n", b"\xef\xbb\xbf")),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_path_out_of_the_root_is_refused_by_itself(table: Table, tmp_path: Pat
         ("s3://bucket/../x.png", ""),
         ("s3:///x.png", ""),
         ("\ud800.png", "an image cannot be read"),
-        ("fifo", "no regular file"),
+        ("fifo", "not a regular file"),
         ("zero", "outside"),
     ],
 )

@@ -97,9 +97,9 @@ SPOILT: list[tuple[list[tuple[str, bytes]], str]] = [
         ([*members("a", "png", "control.png"), (f"a.{ending}", content)], reason)
         for ending, content, reason in (
             ("txt", b"\xe9", "the prompt is not UTF-8"),
-            ("json", b"{", "no JSON"),
-            ("json", b"[" * 100_000, "no JSON"),
-            ("json", b"[]", "no JSON object"),
+            ("json", b"{", "not valid JSON"),
+            ("json", b"[" * 100_000, "not valid JSON"),
+            ("json", b"[]", "not a JSON object"),
             ("json", b'{"prompt": 3}', "prompt: a number instead of text"),
             ("json", b'{"words": "p"}', "no prompt"),
         )
@@ -188,7 +188,7 @@ def test_a_size_beyond_the_octal_field_is_understood() -> None:
         facts = tarfile.TarInfo("a.png")
         facts.size = 9 * 2**30
         header = facts.tobuf(format)
-        with pytest.raises(SourceError, match="cut") as caught:
+        with pytest.raises(SourceError, match="truncated") as caught:
             list(iter_members(io.BytesIO(header), len(header), "x.tar"))
         assert caught.value.expected == f"{facts.size + len(header)} bytes"
 
@@ -226,11 +226,11 @@ def pax(record: bytes) -> bytes:
 
 GOOD = packed(members("a", *ROW))
 REFUSED = {
-    "text": (b"x" * 2048, "the file is no tar"),
-    "high bits": (b"\x80" * 2048, "the file is no tar"),
-    "ZIP": (b"PK\3\4" + bytes(1000), "the file is no tar"),
+    "text": (b"x" * 2048, "the file is not a tar"),
+    "high bits": (b"\x80" * 2048, "the file is not a tar"),
+    "ZIP": (b"PK\3\4" + bytes(1000), "the file is not a tar"),
     "compressed": (gzip.compress(GOOD + bytes(range(256)) * 8), "gzip -d"),
-    "more after its end": (GOOD * 2, "goes on after its end marker"),
+    "more after its end": (GOOD * 2, "continues after its end marker"),
     "no members": (packed([]), "the tar holds no rows"),
     "no rows": (packed([("README", b"x"), ("__meta__", b"x"), (".hidden.png", b"x")]), "the tar holds no rows"),
     "a member twice": (packed(members("a", *ROW, "TXT")), "a.TXT"),
