@@ -32,7 +32,7 @@ from qie.legacy import (
     load_config_from_yaml,
     loader,
 )
-from qie.legacy.embedding_cache import KINDS
+from qie.legacy.embedding_cache import CACHE_TYPES
 from qie.legacy.names import INSTEAD
 from qie.legacy.trainer import SETTINGS, STATE
 from qie.precompute import precompute
@@ -55,12 +55,12 @@ def test_a_sample_of_the_shards_is_found_by_its_key_also_when_it_is_written_late
     write_shard(tmp_path, [make_sample(0)])
     assert not manager.cache_exists("pixel_latent", sample.key)
     write_shard(tmp_path, [sample], start=1)
-    for kind in KINDS:
+    for kind in CACHE_TYPES:
         expected = sample.control_latent[0] if kind == "control_latent" else getattr(sample, kind)
         assert manager.cache_exists(kind, sample.key)
         assert same_bits(manager.load_cache(kind, sample.key), expected)
     assert manager.load_cache("pixel_latent", "0" * 64) is None and not manager.cache_exists("pixel_latent", "0" * 64)
-    assert manager.get_cache_stats() == dict.fromkeys(KINDS, 2)
+    assert manager.get_cache_stats() == dict.fromkeys(CACHE_TYPES, 2)
 
 
 def test_single_tensors_come_back_in_fp16_and_masks_as_they_were_and_disturb_no_shards(
@@ -71,7 +71,7 @@ def test_single_tensors_come_back_in_fp16_and_masks_as_they_were_and_disturb_no_
     manager.save_cache("prompt_embeds_mask", HASH, mask)
     assert same_bits(manager.load_cache("pixel_latent", HASH), torch.tensor([[1.5, 65504.0]]).half())
     assert same_bits(manager.load_cache("prompt_embeds_mask", HASH), mask)
-    assert manager.get_cache_stats() == dict.fromkeys(KINDS, 0) | {"pixel_latent": 1, "prompt_embeds_mask": 1}
+    assert manager.get_cache_stats() == dict.fromkeys(CACHE_TYPES, 0) | {"pixel_latent": 1, "prompt_embeds_mask": 1}
     write_shard(tmp_path, [make_sample(0)])
     assert len(qie.ShardSet.open([tmp_path])) == 1
 
@@ -97,10 +97,10 @@ def test_what_no_cache_can_hold_is_refused_and_a_damaged_tensor_named(
 def test_one_kind_of_single_tensors_is_cleared_alone_and_shards_with_all_else_of_theirs(
     manager: EmbeddingCacheManager, tmp_path: Path
 ) -> None:
-    for kind in KINDS:
+    for kind in CACHE_TYPES:
         manager.save_cache(kind, HASH, torch.ones(1))
     manager.clear_cache("prompt_embed")
-    assert [kind for kind in KINDS if not manager.cache_exists(kind, HASH)] == ["prompt_embed"]
+    assert [kind for kind in CACHE_TYPES if not manager.cache_exists(kind, HASH)] == ["prompt_embed"]
     sample = make_sample(0)
     write_shard(tmp_path, [sample])
     (tmp_path / "mine.txt").write_text("mine")
@@ -117,7 +117,7 @@ def test_a_cache_exists_when_there_is_a_shard_or_single_tensors_to_train_on(tmp_
     write_shard(tmp_path / "shards", [make_sample(0)])
     assert check_cache_exists(tmp_path / "shards")
     manager = EmbeddingCacheManager(tmp_path / "single")
-    for kind in KINDS[:4]:
+    for kind in CACHE_TYPES[:4]:
         assert not check_cache_exists(tmp_path / "single")
         manager.save_cache(kind, HASH, torch.ones(1))
     assert check_cache_exists(tmp_path / "single")
@@ -311,8 +311,10 @@ def test_the_examples_of_the_documents_run(config: Path, photos: Path) -> None:
     expected = shards.load(shards.keys.index(sample["file_hashes"]["image_hash"]))
     assert same_bits(sample["pixel_latent"], expected.pixel_latent) and sample["prompt"] == expected.prompt
     batch = next(iter(loader(str(folder), cache_dir=str(cache))))
-    assert all(batch["cached"]) and set(KINDS) < batch.keys()
-    assert loader(str(folder), cache_dir=str(cache)).dataset.get_cache_stats() == dict.fromkeys(KINDS, len(dataset))
+    assert all(batch["cached"]) and set(CACHE_TYPES) < batch.keys()
+    assert loader(str(folder), cache_dir=str(cache)).dataset.get_cache_stats() == dict.fromkeys(
+        CACHE_TYPES, len(dataset)
+    )
     assert trainer.cache_step(sample).encoded == 0
 
     again = QwenImageEditTrainer(load_config(config, [f"train.output_dir={config.parent / 'own'}"]))

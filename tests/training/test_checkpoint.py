@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from qie.errors import QieError, UsageError
 from qie.paths import is_at, open_locked
-from qie.training import output_dir as module
+from qie.training import checkpoint_folders as module
 from qie.training.checkpoint import OPTIMIZER_FILE, RunState, RunTensors, load, save
 from qie.training.checkpoint_folders import checkpoints, find_checkpoint, find_resume, remove_old
 from qie.training.run_lock import LOCK_FILE, locked
