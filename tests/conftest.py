@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,31 +25,40 @@ ROOT = Path(__file__).resolve().parent.parent
 AREA_PX = 128 * 128
 
 
-def _run_tool(name: str, *arguments: str | Path) -> None:
-    subprocess.run([sys.executable, ROOT / "tools" / name, *arguments], check=True, capture_output=True)
+def _tiny_model(folder: Path, family: str) -> Path:
+    """In this process: a process of its own would spend its time on imports."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        with mock.patch("qie.quiet.quiet_imports"):
+            from tools import make_tiny_model
+        assert make_tiny_model.main([str(folder), "--family", family]) == 0
+    # The tool turns them off, and would have the libraries quiet; whether qie does is for tests to see.
+    of_diffusers.enable_progress_bar()
+    of_transformers.enable_progress_bar()
+    return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_edit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint of family edit: single weight files, hub-style preprocessor_config.json."""
-    folder = tmp_path_factory.mktemp("models") / "edit"
-    _run_tool("make_tiny_model.py", folder)
-    return folder
+    return _tiny_model(tmp_path_factory.mktemp("models") / "edit", "edit")
 
 
 @pytest.fixture(scope="session")
 def tiny_edit_plus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint of family edit_plus: sharded weights, processor_config.json."""
-    folder = tmp_path_factory.mktemp("models") / "edit_plus"
-    _run_tool("make_tiny_model.py", folder, "--family", "edit_plus")
-    return folder
+    return _tiny_model(tmp_path_factory.mktemp("models") / "edit_plus", "edit_plus")
 
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder source of 12 rows. Tests that change it copy it first."""
     folder = tmp_path_factory.mktemp("photos") / "edits"
-    _run_tool("make_photo_edits.py", folder, "--rows", "12")
+    tool = [sys.executable, ROOT / "tools" / "make_photo_edits.py"]
+    subprocess.run([*tool, folder, "--rows", "12"], check=True, capture_output=True)
     return folder
 
 
