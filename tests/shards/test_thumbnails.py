@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,10 @@ from qie.encode.images import to_thumbnail
 from qie.errors import ShardError
 from qie.precompute import precompute
 from qie.shards.compact_index import read_compact, write_compact
-from qie.shards.index import ShardIndex, read_index
+from qie.shards.index import read_index
 from qie.shards.reader import Shard
 from qie.shards.shard_set import ShardSet, compacted
 from qie.stores import File, open_folder
-from qie.stream_chooser import open_stream
 from qie.types import Shape
 from tests.builders import (
     RECIPE,
@@ -52,41 +52,31 @@ def edited(folder: Path, **recipe: object) -> Path:
 # The recipe
 
 
-def test_a_recipe_without_thumbnails_has_the_digest_and_the_json_that_it_always_had() -> None:
+def test_a_recipe_without_thumbnails_has_the_digest_and_the_json_that_it_always_had(tmp_path: Path) -> None:
     assert RECIPE.digest == DIGEST_BEFORE
-    assert "thumbnail_px" not in RECIPE.to_dict()
-
-
-def test_an_index_keeps_a_recipe_with_and_without_thumbnails(tmp_path: Path) -> None:
     for recipe in (RECIPE, SMALL):
         index = write_shard(tmp_path / recipe.digest, [make_sample(0, recipe=recipe)], recipe=recipe)
         assert read_index(tmp_path / recipe.digest / "00000000-00000001.json") == index
         assert ("thumbnail_px" in index.to_json()) == (recipe is SMALL)
 
 
-def test_a_thumbnail_px_of_null_in_an_index_is_refused_since_it_has_no_place_in_the_digest(tmp_path: Path) -> None:
-    with pytest.raises(ShardError) as error:
-        read_index(edited(tmp_path, thumbnail_px=None))
-    assert error.value.found == "ValueError: fields of the recipe are missing or unknown: thumbnail_px"
-
-
-def test_other_thumbnails_are_another_recipe_that_says_in_what(tmp_path: Path) -> None:
+def test_other_thumbnails_are_another_recipe_and_null_has_no_place_in_its_digest(tmp_path: Path) -> None:
     assert RECIPE.explain(SMALL) == ["thumbnail_px: None here, 24 there"]
-    with pytest.raises(ShardError) as error:
-        read_index(edited(tmp_path, thumbnail_px=24))
-    assert "the recipe's digest is" in str(error.value.found)
-
-
-def test_the_setting_reaches_the_recipes_options() -> None:
-    base = {"model": {"pretrained_model_name_or_path": "m"}}
-    assert EncoderOptions.of(Config.model_validate(base)).thumbnail_px is None
-    assert EncoderOptions.of(Config.model_validate(base | {"cache": {"thumbnail_px": 96}})).thumbnail_px == 96
+    for value, found in ((24, "the recipe's digest is"), (None, "missing or unknown: thumbnail_px")):
+        with pytest.raises(ShardError) as error:
+            read_index(edited(tmp_path / str(value), thumbnail_px=value))
+        assert found in str(error.value.found)
 
 
 @pytest.mark.parametrize("value", [0, 15, 513, -96, "small", 96.5, True])
-def test_a_setting_out_of_bounds_is_refused(value: object) -> None:
+def test_a_setting_reaches_the_recipe_s_options_or_is_out_of_bounds(value: object) -> None:
+    def config(**cache: object) -> Config:
+        return Config.model_validate({"model": {"pretrained_model_name_or_path": "m"}, "cache": cache})
+
+    assert EncoderOptions.of(config()).thumbnail_px is None
+    assert EncoderOptions.of(config(thumbnail_px=96)).thumbnail_px == 96
     with pytest.raises(ValueError, match="thumbnail_px"):
-        Config.model_validate({"model": {"pretrained_model_name_or_path": "m"}, "cache": {"thumbnail_px": value}})
+        config(thumbnail_px=value)
 
 
 @pytest.mark.parametrize(
@@ -138,22 +128,16 @@ def test_the_reader_of_the_standard_library_knows_them(tmp_path: Path) -> None:
     sample = make_sample(0, target=(5, 9), recipe=SMALL)
     write_shard(tmp_path, [sample], recipe=SMALL)
     tool, tar = ROOT / "tools" / "read_shard.py", tmp_path / "00000000-00000001.tar"
+    run = partial(subprocess.run, capture_output=True, text=True)
 
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, tool, tar, *map(str, arguments)], capture_output=True, text=True)
-
-    shown = run(sample.key).stdout
-    assert run().returncode == 0, run().stderr
-    (line,) = [line for line in shown.splitlines() if line.startswith("thumbnail")]
+    shown = run([sys.executable, tool, tar, sample.key])
+    assert shown.returncode == 0, shown.stderr
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("thumbnail")]
     assert "[13, 24, 3]" in line and "U8" in line
-    index = read_index(tmp_path / "00000000-00000001.json")
-    _republish(index, tar.with_suffix(".json"))
-    assert "thumbnail" in run().stderr and run().returncode == 1
-
-
-def _republish(index: ShardIndex, path: Path) -> None:
-    """The index with a recipe that asks for smaller ones, and its right digest."""
-    path.write_text(replace(index, recipe=make_recipe(thumbnail_px=16)).to_json())
+    index = tar.with_suffix(".json")
+    index.write_text(replace(read_index(index), recipe=make_recipe(thumbnail_px=16)).to_json())  # smaller ones
+    refused = run([sys.executable, tool, tar])
+    assert "thumbnail" in refused.stderr and refused.returncode == 1
 
 
 # The encoder
@@ -196,26 +180,13 @@ def test_the_other_tensors_are_those_of_a_recipe_without(
     assert_same(replace(with_one, key=without.key, thumbnail=None), without)
 
 
-def test_live_equals_cached_with_thumbnails_too(photos: Path, encoder_small: Encoder, tmp_path: Path) -> None:
-    assert_live_equals_cached(photos, encoder_small, tmp_path / "shards", batch_size=2)
-    (entry, *_) = Shard(File.at(tmp_path / "shards" / "00000000-00000005.json")).index.samples
-    assert entry.tensor_bytes["thumbnail"] > 0
-
-
-def test_a_second_run_encodes_nothing_and_the_bytes_are_equal(
+def test_live_equals_cached_with_thumbnails_which_no_batch_carries_and_a_second_run_encodes_nothing(
     photos: Path, encoder_small: Encoder, tmp_path: Path
 ) -> None:
-    source = open_source(photos)
-    for folder in ("one", "two"):
-        precompute(source, encoder_small, tmp_path / folder, rows=(0, 4), shard_size=4)
-    again = precompute(source, encoder_small, tmp_path / "one", rows=(0, 4), shard_size=4)
+    batches = assert_live_equals_cached(photos, encoder_small, tmp_path, batch_size=2)
+
+    assert not [name for name in vars(batches[0]) if "thumb" in name]
+    (entry, *_) = Shard(File.at(tmp_path / "00000000-00000005.json")).index.samples
+    assert entry.tensor_bytes["thumbnail"] > 0
+    again = precompute(open_source(photos), encoder_small, tmp_path, rows=(0, 5), shard_size=5)
     assert (again.encoded, again.shards_kept) == (0, 1)
-    tars = [(tmp_path / folder / "00000000-00000004.tar").read_bytes() for folder in ("one", "two")]
-    assert tars[0] == tars[1]
-
-
-def test_batches_carry_none(photos: Path, encoder_small: Encoder, tmp_path: Path) -> None:
-    precompute(open_source(photos), encoder_small, tmp_path, rows=(0, 4), shard_size=4)
-    stream = open_stream(tmp_path, batch_size=1)
-    batch = next(stream.forever())
-    assert not [name for name in vars(batch) if "thumb" in name]
