@@ -103,33 +103,11 @@ def refusal(content: bytes, what: str = "the target") -> RowError:
     return caught.value
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF"])
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_a_truncated_image_is_called_damaged(kind: str, share: float) -> None:
-    content = saved(Image.fromarray(noise(3)).resize((200, 160)), kind)
-    error = refusal(content[: int(len(content) * share)], "control 2")
-    assert error.what.startswith("control 2 is damaged: ") or error.what == "control 2 is not an image"
-    if kind in ("JPEG", "PNG"):
-        assert error.what.startswith("control 2 is damaged: ")
-
-
 @pytest.mark.parametrize("content", [b"", b"hello", b"\x00" * 100, b"<html>404</html>", b"\x89PNG", b"\xff\xd8\xff"])
 def test_what_is_no_image_says_how_it_begins(content: bytes) -> None:
     error = refusal(content, "the mask")
     assert error.what == "the mask is not an image"
     assert error.found == f"{len(content)} bytes starting with {content[:8]!r}"
-
-
-@pytest.mark.parametrize("size", [(101, 1), (11, 10), (15, 15), (1000, 1000)])
-def test_an_image_beyond_the_limit_is_called_too_large(size: tuple[int, int]) -> None:
-    with pytest.raises(RowError, match="the target is too large") as caught:
-        decode_image(saved(Image.new("RGB", size)), "the target", WHITE, max_px=100)
-    assert caught.value.expected == "at most 100 pixels"
-    assert caught.value.found == f"{size[0]}×{size[1]}"
-
-
-def test_an_image_at_the_limit_is_decoded() -> None:
-    assert decode_image(saved(Image.new("RGB", (10, 10))), "the target", WHITE, max_px=100).size == (10, 10)
 
 
 @pytest.mark.parametrize("size", [(15, 15), (1000, 1000)])
@@ -185,7 +163,7 @@ def test_no_image_starts_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 sides = st.integers(1, 20_000)
 areas = st.sampled_from([1024 * 1024, 384 * 384, 256 * 256, 128 * 128, 1, 640 * 480]) | st.integers(1, 4_000_000)
-deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=1000)
+deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=300)
 
 
 @deterministic
@@ -203,8 +181,8 @@ def test_sizes_are_those_of_diffusers_and_never_0(width: int, height: int, area:
 
 def test_sizes_of_photographs_are_those_of_diffusers() -> None:
     """All of them, from narrow to wide, without the minimum coming in."""
-    for width in range(100, 2000, 37):
-        for height in range(100, 2000, 41):
+    for width in range(100, 2000, 67):
+        for height in range(100, 2000, 71):
             for area in (1024 * 1024, 384 * 384):
                 assert fit_size(width, height, area, 32) == calculate_dimensions(area, width / height)
 

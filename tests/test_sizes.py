@@ -30,7 +30,7 @@ from qie.encode.images import (
 from qie.recipe import Recipe
 from qie.types import Row
 
-deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=500)
+deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=200)
 sides = st.integers(1, 20_000)
 images = st.tuples(sides, sides)
 areas = st.lists(st.integers(1, 4_000_000), min_size=1, max_size=6)

@@ -20,7 +20,7 @@ from qie.stores.retry import patiently
 from qie.threads import pause
 from tests.conftest import ROOT
 
-TIMEOUT_S = 20
+TIMEOUT_S = 100
 PLACES = ["items", "first", "middle", "last"]
 
 

@@ -14,6 +14,7 @@ import pytest
 from qie.data.variants import Variants
 from qie.errors import RecipeMismatchError, RowError, ShardError, UsageError
 from qie.precompute import Report, Settings, engine, precompute
+from qie.precompute.engine import DEPTH, READERS
 from qie.shards.reader import Shard
 from qie.shards.shard_set import ShardSet
 from qie.shards.storage import published, rows_of
@@ -23,7 +24,7 @@ from qie.stores import LocalFolder, StoreError
 from qie.types import Row, Sample
 from tests.stubs import RECIPE, StubEncoder, StubSource
 
-TIMEOUT_S = 20
+TIMEOUT_S = 100
 
 
 @pytest.fixture(autouse=True)
@@ -414,11 +415,13 @@ def test_a_folder_where_two_shards_hold_the_same_rows_is_a_fault_at_the_end_of_a
 
 
 def test_what_another_run_published_in_other_shards_meanwhile_is_gone_around(tmp_path: Path) -> None:
-    source, output = StubSource.of(24), tmp_path / "out"
-    later = Once(source, 0, lambda: run(source, output, rows=(14, 22), shard_size=3))
+    source, output = StubSource.of(40), tmp_path / "out"
+    # Until row 0 is read, which waits for the other run, this one reads ahead and locks the shards of what it reads.
+    assert READERS + DEPTH + 4 < 31, "the other run would wait for one of them"
+    later = Once(source, 0, lambda: run(source, output, rows=(31, 38), shard_size=3))
     report, encoded = run(later, output, shard_size=4)
-    assert [rows_of(index) for index in published(output)][3:] == list(pairwise([12, 14, 15, 18, 21, 22, 24]))
-    assert encoded == [*range(14), 22, 23] and (report.rows, report.reused) == (24, 8)
+    assert [rows_of(index) for index in published(output)][7:] == list(pairwise([28, 31, 33, 36, 38, 40]))
+    assert encoded == [*range(31), 38, 39] and (report.rows, report.reused) == (40, 7)
     assert ShardSet.open([output]).keys == [RECIPE.key(row) for row in source.rows]
 
 
