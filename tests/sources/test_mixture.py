@@ -64,7 +64,7 @@ def test_a_mixture_is_a_value_that_can_be_sent(places: list[Path]) -> None:
 def test_two_sources_of_one_name_are_refused_unless_they_are_given_others(places: list[Path], tmp_path: Path) -> None:
     other = Table(tmp_path / "other").csv([paths(0)], name="one.csv")
     error = refused(SourceError, [*places, other])
-    assert error.where == str(other) and str(error.found) == f"one, as of {places[0]}"
+    assert error.where == str(other) and str(error.found) == f"one, also the name of {places[0]}"
     assert len(open_source([*places, {"source": other, "name": "three"}])) == 4
 
 
