@@ -53,7 +53,7 @@ def image_tokens(side_px: int) -> int:
 
 
 def prompt_tokens(side_px: int) -> int:
-    """Of an embedding as it is stored: the image between its two marks, and what is behind it."""
+    """Of an embedding as it is stored: the image between its two marks, and what follows it."""
     return image_tokens(side_px) + TAIL + 1
 
 

@@ -1,6 +1,6 @@
 """What can go wrong, as a tree. Whoever catches `QieError` catches everything that qie raises on purpose.
 
-    QieError                      exit code 1: the work found a fault
+    QieError                      exit code 1: the data or the run has a problem
     ├── UsageError                exit code 2: the command line, or a path on it, is wrong
     │   ├── GoneError             an attribute of earlier programs; also an AttributeError
     │   ├── ConfigError           the configuration file or a --set

@@ -20,7 +20,7 @@ from qie.data.keep import Keep, KeptSamples
 from qie.data.live import LiveSamples, RowEncoder, RowFacts, look_at_rows
 from qie.data.plan import PlanSettings
 from qie.data.sources import Source, SourceSpec, open_source
-from qie.data.stream import Samples, Stream
+from qie.data.stream import FixedPlans, Plans, Samples, Stream
 from qie.data.variants import Variants
 from qie.errors import QieError, RecipeMismatchError, ShardError, SourceError, UsageError
 from qie.file_hashes import bytes_to_hash
@@ -455,44 +455,42 @@ class _Opening:
 
     def _following(self, samples: GrowingSamples) -> Stream:
         try:
-            settings = stream_settings(self.config, self.accelerator)
-            rank, world_size = settings.pop("rank"), settings.pop("world_size")
-            prefetch, threads = settings.pop("prefetch"), settings.pop("threads")
-            plan_settings = PlanSettings(settings.pop("batch_size") * world_size, **settings)
-            plans = GrowingPlans(samples, plan_settings)
-            accepted = self._compared(samples.recipe)
-            return Stream(samples, plans, rank, world_size, prefetch, threads, accepted=accepted)
+            plans = GrowingPlans(samples, self._plan_settings())
+            return self._mine(samples, plans, self._compared(samples.recipe), self.config.data.reader_threads)
         except BaseException:
             samples.close()
             raise
 
     def _stream(self, samples: Samples, accepted: tuple[str, ...] = ()) -> Stream:
-        settings = stream_settings(self.config, self.accelerator)
+        threads = self.config.data.reader_threads
         if isinstance(samples, LiveSamples) and samples.lacking:
             quick_turns()  # encoders work beside the training step
-            settings["threads"] = max(settings["threads"], len(samples.encoder.stages))
+            threads = max(threads, len(samples.encoder.stages))
         keep = keep_of(self.config, self.accelerator.device)
-        return Stream.over(samples, **settings, accepted=accepted, kept=KeptSamples(keep) if keep else None)
+        plans = FixedPlans(samples, self._plan_settings())
+        return self._mine(samples, plans, accepted, threads, KeptSamples(keep) if keep else None)
 
+    def _plan_settings(self) -> PlanSettings:
+        data = self.config.data
+        sources = data.source if isinstance(data.source, list) else []
+        return PlanSettings(
+            data.batch_size * self.accelerator.num_processes,
+            self.config.train.seed,
+            data.tail,
+            data.order,
+            data.block_size,
+            data.similar_lengths,
+            {SourceSpec(part.source, part.name).title: part.weight for part in sources},
+            self.config.validation.rows,
+        )
 
-def stream_settings(config: Config, accelerator: Accelerator) -> dict[str, Any]:
-    """The fields of a `Stream` that decide order and batches."""
-    data = config.data
-    sources = data.source if isinstance(data.source, list) else []
-    return {
-        "batch_size": data.batch_size,
-        "seed": config.train.seed,
-        "tail": data.tail,
-        "order": data.order,
-        "block_size": data.block_size,
-        "similar_lengths": data.similar_lengths,
-        "weights": {SourceSpec(part.source, part.name).title: part.weight for part in sources},
-        "validation_rows": config.validation.rows,
-        "rank": accelerator.process_index,
-        "world_size": accelerator.num_processes,
-        "prefetch": data.prefetch,
-        "threads": data.reader_threads,
-    }
+    def _mine(
+        self, samples: Samples, plans: Plans, accepted: tuple[str, ...], threads: int, kept: KeptSamples | None = None
+    ) -> Stream:
+        """This process's part of the batches."""
+        rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
+        prefetch = self.config.data.prefetch
+        return Stream(samples, plans, rank, world_size, prefetch, threads, accepted=accepted, kept=kept)
 
 
 def keep_of(config: Config, gpu: torch.device) -> Keep | None:

@@ -102,10 +102,10 @@ def embeds(encoder: PromptEncoder, rows: list[tuple[list[Image.Image], str]]):
 def test_a_continued_prompt_is_the_whole_pass_to_rounding(encoder_plus: Encoder, photos: Path) -> None:
     rows = [([photo(photos, 0), photo(photos, 5)], "make it night, please")]
     (whole,) = embeds(encoder_plus.text, rows)
-    (continued,) = embeds(PromptEncoder(encoder_plus.pretrained, CPU, torch.float32, share_prefix=True), rows)
-    assert whole.shared_prefix == continued.shared_prefix
+    (shared,) = embeds(PromptEncoder(encoder_plus.pretrained, CPU, torch.float32, share_prefix=True), rows)
+    assert whole.shared_prefix == shared.shared_prefix
     for name in ("prompt", "null"):
-        one, other = getattr(whole, name), getattr(continued, name)
+        one, other = getattr(whole, name), getattr(shared, name)
         assert one.shape == other.shape
         assert (one - other).abs().max() < 5e-6 * one.std()
 
@@ -252,7 +252,7 @@ def test_storage_refuses_nan_and_infinity_by_the_tensors_name(bad: float) -> Non
 
 
 def test_an_edit_sample_takes_little_more_than_half_of_six_full_tensors() -> None:
-    """At 1024²: 37·37 image tokens of width 3584, a prompt of 25 tokens, five tokens of template behind it."""
+    """At 1024²: 37·37 image tokens of width 3584, a prompt of 25 tokens, five tokens of template after it."""
     before, prompt, null = 37 * 37 + 2, 25, 1 + 5
 
     def half(*size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Results that are kept because an image may come again: by key, within a budget, equal to results computed anew."""
+"""Results that are kept because an image may come again: by key, within a budget, equal to results computed again."""
 
 from __future__ import annotations
 

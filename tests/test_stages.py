@@ -61,7 +61,7 @@ def test_items_that_finish_in_reverse_leave_in_their_order() -> None:
     finished = [threading.Event() for _ in range(5)]
 
     def work(number: int) -> int:
-        """Each waits for the one behind it; the last of those that may be at work at once waits for none."""
+        """Each waits for the one after it; the last of those that may be at work at once waits for none."""
         if number < 4:
             assert finished[number + 1].wait(TIMEOUT_S)
         finished[number].set()
@@ -130,7 +130,7 @@ def test_what_is_done_does_not_wait_for_an_item_that_is_long_in_coming(workers: 
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_consumer_that_is_slow_bounds_what_is_read(workers: int, depth: int) -> None:
-    # One that waits in front of the first queue; in each stage its workers', and one that waits behind it.
+    # One that waits in front of the first queue; in each stage its workers', and one that waits after it.
     bound = 1 + 4 * depth + 3 * (workers + (workers > 1))
     produced, consumed, most = 0, 0, 0
     full = threading.Event()

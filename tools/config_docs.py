@@ -41,7 +41,7 @@ def sections() -> list[str]:
 
 
 def section(name: str, model: Json, definitions: Json) -> list[str]:
-    """The table of one section, and behind it those of the sections within it."""
+    """The table of one section, and after it those of the sections within it."""
     lines = [f"## {name}\n", f"{model['description']}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
     inner = []
     for key, field in model["properties"].items():

@@ -320,7 +320,7 @@ def unpack(packed: torch.Tensor, sizes: Sequence[Size], what: str) -> list[torch
 
 
 def unpadded(embed: torch.Tensor, mask: torch.Tensor, what: str) -> torch.Tensor:
-    """[L, D] without the padding behind it."""
+    """[L, D] without the padding after it."""
     embed, mask = without_batch(embed, 2, what), without_batch(mask, 1, f"{what}'s mask")
     length = int(mask.bool().sum())  # as bool: FP16, in which masks are cached, counts to 2048
     due = torch.arange(len(mask)) < length

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from qie.html_report.markup import Html, join, tag
-from qie.precompute.ranges import Range
-from qie.stats import Coverage, merged
+from qie.precompute.ranges import Range, merged_ranges
+from qie.stats import Coverage
 
 CELLS = 400
 WIDTH, HEIGHT = 360, 220
@@ -173,7 +173,7 @@ def legend() -> Html:
 
 def _words(part: Coverage, stop: int) -> str:
     sizes = {"covered": _size(part.ranges), "in shards with faults": _size(part.faulty), "skipped": _size(part.skipped)}
-    sizes["missing"] = stop - _size(merged([*part.ranges, *part.faulty]))
+    sizes["missing"] = stop - _size(merged_ranges([*part.ranges, *part.faulty]))
     return ", ".join(f"{count:,} {name}" for name, count in sizes.items() if count) or "none"
 
 

@@ -92,7 +92,7 @@ class Look:
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
+class _SmallPart:
     """The small part of a record, which is kept."""
 
     entry: Entry
@@ -118,16 +118,16 @@ def look_at(
         decode: makes the picture of a sample without a thumbnail.
         progress: called with the number of records read and latents decoded.
     """
-    counts, seen, faults, done = LatentCounts(), list[_Seen](), list[str](), 0
+    counts, kept, faults, done = LatentCounts(), list[_SmallPart](), list[str](), 0
     for file, read in _read(indexes, max(gallery, LOOKED_AT)):
         progress(done := done + 1)
-        if isinstance(read, _Seen):
+        if isinstance(read, _SmallPart):
             counts.add(read.latent)
-            seen.append(read)
+            kept.append(read)
         elif not _is_blamed(file, summary):
             faults.append(one_line(read))
     cards = []
-    for one in (seen[place] for place in spread(gallery, len(seen))):
+    for one in (kept[place] for place in spread(gallery, len(kept))):
         cards.append(Card(one.entry, one.prompt, _picture(one, decode)))
         progress(done := done + 1)
     return Look(counts.statistics(), cards, faults)
@@ -139,7 +139,7 @@ def spread(count: int, among: int) -> list[int]:
     return [(2 * number + 1) * among // (2 * count) for number in range(count)]
 
 
-def _read(indexes: Sequence[File], count: int) -> Iterator[tuple[File, _Seen | QieError]]:
+def _read(indexes: Sequence[File], count: int) -> Iterator[tuple[File, _SmallPart | QieError]]:
     """Records of each shard, in proportion to its rows; or the error of the shard or record."""
     stops = list(accumulate(stop - start for start, stop in map(rows_of, indexes)))
     due = Counter(bisect_right(stops, row) for row in spread(count, stops[-1]))
@@ -154,7 +154,7 @@ def _read(indexes: Sequence[File], count: int) -> Iterator[tuple[File, _Seen | Q
             yield file, _attempt(shard, shard.index.samples[number])
 
 
-def _attempt(shard: Shard, entry: Entry) -> _Seen | QieError:
+def _attempt(shard: Shard, entry: Entry) -> _SmallPart | QieError:
     where = f"{shard.file}, {entry.key}"
     try:
         # A copy of the record, since the larger part of it is to be forgotten again; torch wants one that is writable.
@@ -165,7 +165,7 @@ def _attempt(shard: Shard, entry: Entry) -> _Seen | QieError:
     except QieError as error:
         return error
     thumbnail = None if sample.thumbnail is None else sample.thumbnail.clone()
-    return _Seen(entry, sample.prompt, sample.pixel_latent.clone(), thumbnail)
+    return _SmallPart(entry, sample.prompt, sample.pixel_latent.clone(), thumbnail)
 
 
 def _is_blamed(file: File, summary: Summary) -> bool:
@@ -176,7 +176,7 @@ def _is_blamed(file: File, summary: Summary) -> bool:
     )
 
 
-def _picture(seen: _Seen, decode: Decode | None) -> SmallPicture | None:
-    if seen.thumbnail is not None:
-        return SmallPicture.of_thumbnail(seen.thumbnail)
-    return None if decode is None else SmallPicture.of(decode(seen.latent))
+def _picture(kept: _SmallPart, decode: Decode | None) -> SmallPicture | None:
+    if kept.thumbnail is not None:
+        return SmallPicture.of_thumbnail(kept.thumbnail)
+    return None if decode is None else SmallPicture.of(decode(kept.latent))

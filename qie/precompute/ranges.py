@@ -58,3 +58,14 @@ def shard_ranges(start: int, stop: int, shard_size: int, published: Iterable[Ran
             ranges.append((first, last))
         at = max(at, last)
     return ranges
+
+
+def merged_ranges(ranges: Iterable[Range]) -> list[Range]:
+    """Half-open ranges in order, those that touch or overlap as one."""
+    result: list[Range] = []
+    for start, stop in sorted(ranges):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        else:
+            result.append((start, stop))
+    return result

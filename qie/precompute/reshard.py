@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import islice, pairwise, takewhile
 
 from qie.errors import ShardError, UsageError
-from qie.precompute.ranges import Range, shard_ranges
+from qie.precompute.ranges import Range, merged_ranges, shard_ranges
 from qie.recipe import Recipe
 from qie.shards.index import Entry, Skipped, member_name, read_index, shard_stem
 from qie.shards.reader import Shard
@@ -198,12 +198,7 @@ def _ranges(origins: Iterable[_Origin], shard_size: int, chosen: Range | None) -
     """The shards to write: the covered rows, cut as qie-precompute does."""
     if shard_size < 1:
         raise UsageError("a shard holds at least one row", where="shard size", expected="≥ 1", found=shard_size)
-    covered: list[Range] = []
-    for start, stop in (origin.rows for origin in origins):
-        if covered and covered[-1][1] == start:
-            covered[-1] = (covered[-1][0], stop)
-        else:
-            covered.append((start, stop))
+    covered = merged_ranges(origin.rows for origin in origins)
     first, last = chosen or (covered[0][0], covered[-1][1])
     within = [(max(start, first), min(stop, last)) for start, stop in covered if start < last and stop > first]
     if first >= last or not within:

@@ -2,7 +2,7 @@
 
 from qie.stats.epoch_preview import EpochPlan, preview_epoch
 from qie.stats.explain import Explanation, explain_rows
-from qie.stats.summary import Coverage, Summary, merged, one_line, summarise
+from qie.stats.summary import Coverage, Summary, one_line, summarise
 
 __all__ = [
     "Coverage",
@@ -10,7 +10,6 @@ __all__ = [
     "Explanation",
     "Summary",
     "explain_rows",
-    "merged",
     "one_line",
     "preview_epoch",
     "summarise",

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from qie.errors import QieError
-from qie.precompute.ranges import Range
+from qie.precompute.ranges import Range, merged_ranges
 from qie.recipe import Recipe
 from qie.shards.compact_index import Compact
 from qie.shards.index import ShardIndex, Skipped, parse_stem, read_index
@@ -211,17 +211,6 @@ def _verify(file: File, compact: _Current | None) -> tuple[ShardIndex | None, li
     return index, faults
 
 
-def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Half-open ranges in order, those that touch or overlap as one."""
-    result: list[Range] = []
-    for start, stop in sorted(ranges):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(stop, result[-1][1]))
-        else:
-            result.append((start, stop))
-    return result
-
-
 @dataclass
 class Tally:
     """The counts so far. The first three are by folder."""
@@ -303,7 +292,7 @@ class Tally:
             clipped=sum(self.clipped),
             clipped_samples=len(self.clipped),
             notes=dict(self.notes.most_common()),
-            ranges=merged(found for ranges in self.ranges.values() for found in ranges),
+            ranges=merged_ranges(found for ranges in self.ranges.values() for found in ranges),
             missing=list(gaps(self.named)),
             tensor_bytes={name: size / samples for name, size in tensor_bytes.items()},
             tensor_bytes_total=tensor_bytes,
@@ -313,7 +302,7 @@ class Tally:
     def _coverage(self) -> list[Coverage]:
         folders = {**self.ranges, **self.faulty}
         parts = (self.ranges, self.faulty, self.skipped_in)
-        return [Coverage(folder, *(merged(part.get(folder, ())) for part in parts)) for folder in folders]
+        return [Coverage(folder, *(merged_ranges(part.get(folder, ())) for part in parts)) for folder in folders]
 
 
 def _conflicts(shards: Sequence[tuple[File, Range]], recipes: Sequence[Recipe]) -> list[str]:

@@ -18,31 +18,30 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from qie.config import Config
-from qie.errors import ModelError, QieError, UsageError
+from qie.errors import QieError, UsageError
 from qie.pretrained import PretrainedModel, content_hash
 from qie.stores import LocalFolder, StoreError
 from qie.training.checkpoint_folders import (
     STATE_FILE,
     checkpoint_folder,
     checkpoints,
+    damaged,
+    explained_damage,
     remove_checkpoint,
     remove_leftovers,
 )
+from qie.training.model.trainable import TrainableModel
 from qie.training.reporting.card import RunReport, write_card
-
-if TYPE_CHECKING:
-    from qie.training.model.trainable import TrainableModel
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -207,33 +206,6 @@ def require_same(state: RunState, mine: dict[str, Any], folder: Path) -> None:
             found={name: mine[name] for name in differing},
             hint="resume with the run's own settings, or start a new run with model.lora.continue_from",
         )
-
-
-# Damage
-
-
-def damaged(folder: Path, found: str) -> QieError:
-    """The error for a checkpoint that cannot be used; names the one before it."""
-    there = checkpoints(folder.parent)
-    before = there[: there.index(folder)] if folder in there else []
-    hint = (
-        f"continue from the one before: --resume {before[-1]}" if before else "start again, in another train.output_dir"
-    )
-    return QieError("the checkpoint is damaged or was not written by qie-train", where=folder, found=found, hint=hint)
-
-
-@contextmanager
-def explained_damage(folder: Path, name: str) -> Iterator[None]:
-    """Turn whatever a library raises about the file `name` of a checkpoint into the error for that checkpoint."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if isinstance(error, QieError) and not isinstance(error, ModelError):
-            raise
-        found = error.found if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-        raise damaged(folder, f"{name}: {' '.join(str(found).split())[:300]}") from error
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -1,12 +1,17 @@
-"""The checkpoints in train.output_dir: their names, which of them a run resumes from, and which stay."""
+"""The checkpoints in train.output_dir: their names, which of them a run resumes from, which stay, and
+what is said of a damaged one."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from qie.errors import UsageError
+import torch
+
+from qie.errors import ModelError, QieError, UsageError
 from qie.paths import local_path
 from qie.training.run_lock import require_folder
 
@@ -84,6 +89,30 @@ def remove_leftovers(output_dir: Path) -> None:
     """Remove the checkpoints that a killed run was writing, or removing."""
     for left in [*output_dir.glob("checkpoint-*.partial"), *output_dir.glob("checkpoint-*.removed")]:
         shutil.rmtree(left, ignore_errors=True)
+
+
+def damaged(folder: Path, found: str) -> QieError:
+    """The error for a checkpoint that cannot be used; names the one before it."""
+    there = checkpoints(folder.parent)
+    before = there[: there.index(folder)] if folder in there else []
+    hint = (
+        f"continue from the one before: --resume {before[-1]}" if before else "start again, in another train.output_dir"
+    )
+    return QieError("the checkpoint is damaged or was not written by qie-train", where=folder, found=found, hint=hint)
+
+
+@contextmanager
+def explained_damage(folder: Path, name: str) -> Iterator[None]:
+    """Turn whatever a library raises about the file `name` of a checkpoint into the error for that checkpoint."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, QieError) and not isinstance(error, ModelError):
+            raise
+        found = error.found if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        raise damaged(folder, f"{name}: {' '.join(str(found).split())[:300]}") from error
 
 
 def _step(folder: Path) -> int:

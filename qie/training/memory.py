@@ -48,7 +48,7 @@ class Parameters:
         everything, blocks = list(transformer.parameters()), transformer.transformer_blocks
         inputs = {"image": 0, "text": 0}
         for name, module in blocks[0].named_modules():
-            # Modulation sees one token a sample.
+            # Modulation takes one token a sample.
             if hasattr(module, "lora_A") and "_mod." not in name:
                 text = name.startswith("txt_") or name.rpartition(".")[2].startswith(("add_", "to_add_"))
                 inputs["text" if text else "image"] += module.in_features

@@ -26,13 +26,12 @@ from qie.training.checkpoint import (
     OPTIMIZER_FILE,
     RunState,
     RunTensors,
-    explained_damage,
     identity,
     load,
     require_same,
     require_steps,
 )
-from qie.training.checkpoint_folders import STATE_FILE
+from qie.training.checkpoint_folders import STATE_FILE, explained_damage
 from qie.training.model.load import load_shift
 from qie.training.model.sharding import TensorFiles, require_finite, whole
 from qie.training.model.trainable import TrainableModel

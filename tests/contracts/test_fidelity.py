@@ -124,7 +124,7 @@ def test_embeddings_equal_the_released_pipelines_bit_for_bit(case: dict, encoder
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_in_bfloat16_prompts_equal_the_released_pipelines_and_null_prompts_are_near(case: dict, half, released) -> None:
-    """The null prompt, continued, is about as far from float32 as the pipeline's own is."""
+    """The null prompt, on a shared prefix, is about as far from float32 as the pipeline's own is."""
     images, (encoders, pipelines) = golden_images(case), half
     encoder, pipeline = encoders[case["family"]], pipelines[case["family"]]
     (embeds,) = encoder.encode([encoder.vision_features(encoder.patches(images))], [case["prompt"]])

@@ -58,12 +58,12 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def ordered(source: StubSource, order: list[int]) -> StubSource:
-    """The rows of a source in another order, numbered anew."""
+    """The rows of a source in another order, numbered again."""
     return StubSource(tuple(replace(source.rows[old], index=new) for new, old in enumerate(order)))
 
 
 def lengthened(source: StubSource, index: int) -> StubSource:
-    """With another prompt in a row, such that its record has another size and all records behind it move."""
+    """With another prompt in a row, such that its record has another size and all records after it move."""
 
     def size(row: Row) -> int:
         return len(StubEncoder().encode(row).prompt_embed) // 32 + 100 * StubEncoder().encode(row).pixel_latent.numel()

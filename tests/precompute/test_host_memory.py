@@ -25,7 +25,7 @@ class Counting(Variants):
     """Counts the rows on their way that somebody still holds."""
 
     held = most = 0
-    lock = threading.RLock()  # a row may be let go of while another one is counted
+    lock = threading.RLock()  # a row may be freed while another one is counted
 
     def of(self, row: Row) -> list[Row]:
         variants = super().of(row)

@@ -184,7 +184,7 @@ def test_shards_of_another_recipe_or_of_the_same_rows_are_refused(folder: Path, 
 
 
 def test_a_shard_that_is_published_meanwhile_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is listed first, the next shard may come behind it."""
+    """Whatever is listed first, the next shard may come after it."""
     stamps = LocalFolder.stamps
 
     def late(self: LocalFolder) -> dict[str, str]:

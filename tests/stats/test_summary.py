@@ -10,8 +10,9 @@ from click.testing import CliRunner
 
 from qie.cli import stats
 from qie.errors import QieError
+from qie.precompute.ranges import merged_ranges
 from qie.shards.storage import find_indexes
-from qie.stats import Summary, merged, summarise
+from qie.stats import Summary, summarise
 from qie.stores import LocalFolder, StoreError
 from tests.builders import make_recipe, make_sample, write_shard
 
@@ -54,7 +55,7 @@ def test_rows_that_no_shard_covers_are_named(shards: Path) -> None:
 
 
 def test_ranges_that_touch_or_overlap_are_one() -> None:
-    assert merged([(8, 9), (0, 3), (3, 5), (4, 6), (5, 6)]) == [(0, 6), (8, 9)]
+    assert merged_ranges([(8, 9), (0, 3), (3, 5), (4, 6), (5, 6)]) == [(0, 6), (8, 9)]
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def assert_restores_everywhere(
     """A stream's run over some epochs, after it was gone on with from each of its positions, with the same batches.
 
     Args:
-        new: the stream at its start, made anew each time.
+        new: the stream at its start, made again each time.
         loop: how it is iterated.
     """
     whole = new()

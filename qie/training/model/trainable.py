@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from qie.config import Config
 from qie.pretrained import PretrainedModel
-from qie.training.checkpoint import explained_damage
+from qie.training.checkpoint_folders import explained_damage
 from qie.training.model.adapter_file import ADAPTER_FILE
 from qie.training.model.blocks import checkpoint_activations, compile_blocks
 from qie.training.model.ema import Ema
