@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qie.inference.predictor import Predictor, free, generate, load_vae, make_pipeline
+    from qie.inference.predictor import Predictor, free, generate, load_vae
 
-__all__ = ["Predictor", "free", "generate", "load_vae", "make_pipeline"]
+__all__ = ["Predictor", "free", "generate", "load_vae"]
 
 
 def __getattr__(name: str) -> Any:

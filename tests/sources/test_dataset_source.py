@@ -13,7 +13,8 @@ import datasets
 import pytest
 from PIL import Image
 
-from qie.data.sources import DatasetSource, open_source, source_name
+from qie.data.sources import open_source, source_name
+from qie.data.sources.huggingface import DatasetSource
 from qie.errors import RowError, SourceError
 from tests.sources.tables import names, refused
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.sources import CONTROL_FOLDERS, TARGET_FOLDERS, FolderSource, Source, open_source
+from qie.data.sources import Source, open_source
+from qie.data.sources.folder import CONTROL_FOLDERS, TARGET_FOLDERS, FolderSource
 from qie.errors import RowError, SourceError
 from qie.image_formats import IMAGE_SUFFIXES
 from qie.stores import disk

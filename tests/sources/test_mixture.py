@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.sources import CsvSource, FolderSource, JsonlSource, Mixture, SourceSpec, open_source, source_name
+from qie.data.sources import SourceSpec, open_source, source_name
+from qie.data.sources.csv import CsvSource
+from qie.data.sources.folder import FolderSource
+from qie.data.sources.jsonl import JsonlSource
+from qie.data.sources.mixture import Mixture
 from qie.errors import RowError, SourceError
 from tests.sources.tables import Table, names, paths, refused, values, write_tar
 
