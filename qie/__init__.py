@@ -1,4 +1,4 @@
-"""Fine-tune Qwen-Image-Edit: encode once, train forever. These names are the public interface; all else may change."""
+"""Fine-tune Qwen-Image-Edit: encode once, train forever. These names are public; everything else may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names in the configuration to devices and precisions."""
+"""Devices and precisions from their names in the configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def resolve_device(name: str, key: str) -> torch.device:
     """The device of a config value; `auto` is this process's GPU, or the CPU without one.
 
-    Of several processes that a launcher starts on a machine, each has a GPU of its own, by the rule of accelerate.
+    If a launcher starts several processes on a machine, each has its own GPU, by the rule of accelerate.
 
     Raises:
         ConfigError: no such device here; names `key`.

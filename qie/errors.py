@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree. Whoever catches `QieError` catches everything that qie raises on purpose.
+"""The tree of errors. Catching `QieError` catches everything that qie raises on purpose.
 
     QieError                      exit code 1: the data or the run has a problem
     ├── UsageError                exit code 2: the command line, or a path on it, is wrong
@@ -10,7 +10,7 @@
     └── ShardError                a shard or an index is missing, damaged or foreign
         └── RecipeMismatchError   shards of another recipe (exit code 2: nothing was damaged, the wrong ones were named)
 
-Every error says what is wrong and, where they are known, where, what was expected, what was found and what to do.
+Every error says what is wrong and, if known, where, what was expected, what was found and what to do.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _JOINERS = "\u200c\u200d"
 
 
 def shown(text: str) -> str:
-    r"""Text in which what cannot be seen, steers a terminal, or turns what follows, is written as \u202e and the like.
+    r"""Text with escapes such as \u202e for characters that are invisible, control a terminal, or reverse text.
 
-    Spaces of all kinds, line ends, and what joins letters stay.
+    Spaces of all kinds, line ends, and joiners of letters stay.
     """
     return text if text.isprintable() else "".join(char if _stays(char) else repr(char)[1:-1] for char in text)
 
@@ -34,14 +34,14 @@ def _stays(char: str) -> bool:
 
 
 class QieError(Exception):
-    """A fault that is explained to the user instead of shown as a traceback.
+    """An error that qie explains to the user instead of showing a traceback.
 
     Args:
-        what: the fault, one sentence without a final stop.
+        what: the fault, one sentence without a full stop.
         where: file, shard, key, row or config key.
-        expected: what should have been there.
-        found: what was there instead.
-        hint: what the user can do about it.
+        expected: the value or state that was expected.
+        found: the value or state that was found.
+        hint: advice to the user.
     """
 
     exit_code = 1
@@ -74,13 +74,13 @@ def _indented(fact: object, columns: int) -> str:
 
 
 class UsageError(QieError):
-    """The command line, or something it points at, is wrong. Nothing was done."""
+    """The command line, or something it names, is wrong. Nothing was done."""
 
     exit_code = 2
 
 
 class GoneError(UsageError, AttributeError):
-    """An attribute that is not there; as an AttributeError it also answers `hasattr` and `getattr` with a default."""
+    """An attribute that does not exist. It is also an AttributeError, for `hasattr` and the default of `getattr`."""
 
 
 class ConfigError(UsageError):
@@ -100,10 +100,10 @@ class RowError(QieError):
 
 
 class ShardError(QieError):
-    """A shard or its index is missing, damaged or not qie's."""
+    """A shard or its index is missing, damaged or not written by qie."""
 
 
 class RecipeMismatchError(ShardError):
-    """Shards that were made by another recipe than the one asked for, or by several."""
+    """Shards have another recipe than the expected one, or several."""
 
     exit_code = 2

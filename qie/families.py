@@ -19,7 +19,7 @@ _SYSTEM = (
 
 @dataclass(frozen=True)
 class Family:
-    """The values in which the members of the model family differ. The texts are those of diffusers' pipelines.
+    """The values in which one family of models differs from another. The texts are those of diffusers' pipelines.
 
     Attributes:
         name: as in the configuration.

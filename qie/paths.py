@@ -14,7 +14,7 @@ from qie.errors import QieError, UsageError
 
 
 def local_path(place: str | Path) -> Path:
-    """A path with `~` expanded. Raises UsageError for the home of nobody, and for what can be no path."""
+    """A path with `~` expanded. Raises UsageError for an unknown user's home, and for text that cannot be a path."""
     if "\0" in str(place):
         raise UsageError("a path contains NUL", where=place)
     try:
@@ -24,7 +24,7 @@ def local_path(place: str | Path) -> Path:
 
 
 def require_writable(path: Path) -> None:
-    """Raise UsageError when no file can be written to `path`: to be asked before the work, not after it."""
+    """Raise UsageError when no file can be written to `path`: a check before the work, not after it."""
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError("the file cannot be written there", where=path, expected="a file in a folder that exists")
 

@@ -1,4 +1,4 @@
-"""A pretrained model in the diffusers layout: where it lies, which family it is, what its components contain.
+"""A pretrained model in the diffusers layout: its place, its family, the content of its components.
 
 Nothing here imports torch: a recipe can be known, and a wrong model refused, before anything heavy is loaded.
 """

@@ -1,7 +1,7 @@
-"""The recipe: all that decides how a row becomes tensors, its digest, and the content keys that follow from it.
+"""The recipe: everything that decides how a row becomes tensors, its digest, and the content keys that follow from it.
 
 A recipe is a value. Two runs with equal recipes give equal tensors (on equal hardware and threads); a run with any
-other recipe gives other keys, so a stale sample is not refused but simply never found.
+other recipe gives other keys, so a stale sample is never found, and need not be refused.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Recipe:
         """The content key of `row`: 64 hex characters.
 
         SHA-256 over the recipe, then the normalised prompt, target, mask and each control, every part as its own
-        SHA-256 under its name, so that no two different rows can run together into the same bytes.
+        SHA-256 under its name, so that two different rows never give the same bytes.
         """
         lines = [self.full_digest, f"prompt {_sha256(normal_prompt(row.prompt).encode())}", f"target {row.target_hash}"]
         if row.mask is not None:

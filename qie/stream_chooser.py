@@ -1,7 +1,7 @@
 """The one chooser of streams: by hand (`qie.open_stream`), or by a configuration, for qie-train, `qie.legacy` and
 `qie.open_training_stream`.
 
-Encoders are imported only where rows are encoded: who trains on shards loads none.
+Encoders are imported only to encode rows: training on shards loads none.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Telling:
-    """What the caller is told, in the main process.
+    """Functions that inform the caller, in the main process.
 
     Attributes:
         looking: how many rows of data.source were looked at, and how many there are.
@@ -89,7 +89,7 @@ class Telling:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is trained on.
+    """The choice of a stream.
 
     Attributes:
         kind: `shards`, and rows encoded live for what they lack; `live` rows alone; `write_through`, live rows that
@@ -104,7 +104,7 @@ class Choice:
 
 
 def choose(config: Config, shards: Sequence[str] = (), *, follow: bool = False) -> Choice:
-    """What a configuration asks for, by itself: nothing is looked at.
+    """The choice that a configuration makes by itself, without looking at any file.
 
     Shards that are named come first, then cache.write_through, then cache.cache_dir unless cache.use_cache is false,
     then live rows.
@@ -187,16 +187,16 @@ def open_training_stream(
     follow: bool = False,
     telling: Telling | None = None,
 ) -> Stream:
-    """This process's batches, by the rules of qie-train: see `choose`. To be closed, or used as a context manager.
+    """This process's batches, by the rules of qie-train: see `choose`. Close it, or use it as a context manager.
 
-    Of shards, the recipe is compared with the configuration's. Where data.source can be opened, training takes its
-    rows: their samples come from the shards, by content, and rows that the shards lack are encoded live. The batches
-    are those of shards that hold all of them, bit for bit.
+    The recipe of shards is compared with the configuration's. If data.source can be opened, training takes its rows:
+    their samples come from the shards, by content, and rows that the shards lack are encoded live. The batches equal,
+    bit for bit, those of shards that hold all of them.
 
     Args:
         pretrained: the model that is trained.
-        accelerator: says which part of each batch is this process's.
-        shards: folders, globs or brace patterns; none for what the configuration says.
+        accelerator: decides which part of each batch is this process's.
+        shards: folders, globs or brace patterns; none for those of the configuration.
         follow: the shards are still being written.
         telling: whom to tell; by default lines are warnings.
 

@@ -1,4 +1,4 @@
-"""Threads that end before what started them.
+"""Threads that end before the code that started them.
 
 Python ends by keeping its lock. A thread that then comes out of native code and asks for the lock is unwound through
 C++, which aborts the process ("terminate called without an active exception", exit -6), although its work was done. So

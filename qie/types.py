@@ -1,4 +1,4 @@
-"""The three values that travel through qie: Row, Sample, Batch.
+"""The three values that qie passes around: Row, Sample, Batch.
 
 Shapes are written with these letters everywhere:
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Augment:
-    """One variant of a row's pictures: target, controls and mask alike.
+    """One variant of a row's images, the same for target, controls and mask.
 
     Attributes:
         flip: mirrored, left to right.
@@ -40,7 +40,7 @@ class Row:
 
     Attributes:
         index: position in the source, from 0.
-        name: what the owner calls it, for messages; not part of its identity.
+        name: the owner's name for it, for messages; not part of its identity.
         target: the image to be learnt.
         controls: the images to edit, in order; at least one.
         prompt: the instruction, as given (see `qie.recipe.normal_prompt` for what is hashed and encoded).
@@ -118,7 +118,7 @@ class Sample:
 
     @property
     def shape(self) -> Shape:
-        """What a batch must hold one of: the latent sizes of target and controls."""
+        """The latent sizes of target and controls, which all samples of a batch share."""
         return Shape(_size(self.pixel_latent), tuple(_size(latent) for latent in self.control_latent))
 
 
@@ -135,8 +135,7 @@ class Shape:
 
 
 class Facts(NamedTuple):
-    """What is known of a sample before it is encoded: key, shape, length of the prompt's embedding, whether it has a
-    mask."""
+    """The facts known about a sample before it is encoded: key, shape, length of the prompt's embedding, and mask or not."""
 
     key: str
     shape: Shape

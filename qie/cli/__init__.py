@@ -1,1 +1,1 @@
-"""Commands: parse, call once, print, exit. Only here is click, and only when a command runs is torch imported."""
+"""Commands: parse, call once, print, exit. Only this package imports click; it imports torch when a command runs."""

@@ -31,7 +31,7 @@ quiet_option = click.option("--quiet", is_flag=True, help="Show no progress, onl
 
 
 class FiniteRange(click.FloatRange):
-    """A range of numbers, of which nan, that is neither below nor above anything, is none."""
+    """A range of numbers that excludes nan, which is neither below nor above any number."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -39,7 +39,7 @@ class FiniteRange(click.FloatRange):
 
 
 class Command(click.Command):
-    """A command that answers options of earlier programs, and keys of the configuration, with their place here."""
+    """A command that answers options of earlier programs, and keys of the configuration, with their replacement."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -150,7 +150,7 @@ class Progress:
         total: how many units there are.
         unit: what is counted.
         quiet: show nothing.
-        every_s: seconds between lines when stderr is no terminal.
+        every_s: seconds between lines when stderr is not a terminal.
     """
 
     def __init__(self, what: str, total: int, unit: str, *, quiet: bool, every_s: float = 10.0) -> None:

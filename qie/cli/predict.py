@@ -118,7 +118,7 @@ def _requests(
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """'1024x768' -> (1024, 768). Raises UsageError when a side is no multiple of 16, or too long."""
+    """'1024x768' -> (1024, 768). Raises UsageError when a side is not a multiple of 16, or too long."""
     from qie.errors import UsageError
 
     sides = re.fullmatch(r"(\d{1,6})[x×](\d{1,6})", text.strip().lower(), re.ASCII)

@@ -1,4 +1,4 @@
-"""qie-stats: the content and the soundness of shards, the reasons for missing rows, and the plan of an epoch."""
+"""qie-stats: the content and the integrity of shards, the reasons for missing rows, and the plan of an epoch."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def _print_explanation(found: Explanation) -> None:
 
 
 def _print_plan(plan: EpochPlan) -> None:
-    left = f"{plan.fillers} places filled up with weight 0" if plan.tail == "pad" else f"{plan.dropped} samples dropped"
+    left = f"{plan.fillers} places padded with weight 0" if plan.tail == "pad" else f"{plan.dropped} samples dropped"
     echo(f"tail {plan.tail}: {plan.steps} steps over {plan.samples} samples, {left}")
     echo(f"  padding   {plan.padding:.1%} of {plan.tokens} prompt tokens")
     echo(f"  per step  {human_bytes(plan.bytes_per_step)} of records, at most {human_bytes(plan.largest_step_bytes)}")

@@ -1,4 +1,4 @@
-"""The configuration: a YAML file as frozen values, in which every field is one behaviour."""
+"""The configuration: a YAML file as frozen values. Every field controls one behaviour."""
 
 from qie.config.loading import load_config, required
 from qie.config.schema import (

@@ -1,4 +1,4 @@
-"""Loading a Config from a file, and explaining pydantic's errors to those who wrote the file."""
+"""Loading a Config from a file, and explaining pydantic's errors to the author of the file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Read a YAML file, apply `section.key=value` overrides, values being YAML themselves, and look up `${NAME}`.
 
     Raises:
-        ConfigError: the file is missing or no YAML mapping, an environment variable is not set, or a key (the nearest
-            is named) or value is refused.
+        ConfigError: the file is missing or not a YAML mapping, an environment variable is not set, or a key (names the
+            nearest) or value is refused.
     """
     path = Path(path)
     try:
@@ -106,7 +106,7 @@ MOST_HINTS = 8
 
 
 def config_error(error: PydanticError, tree: Any, typed: Typed) -> ConfigError:
-    """The first fault; the rest are counted, and old keys among them answered. `tree` is what was refused."""
+    """An error for the first fault of `tree`, with a count of the others and the replacements of old keys."""
     faults = [(key_of(fault, tree), fault) for fault in error.errors(include_url=False)]
     # A value that may be of several types has faults for each. Those furthest inside are of the type that was meant.
     faults = [(key, fault) for key, fault in faults if not any(_is_inside(other, key) for other, _ in faults)]
@@ -166,7 +166,7 @@ def _name(key: Key) -> str:
 
 
 def key_of(fault: Any, tree: Any) -> Key:
-    """The key in the file. Among the steps to it pydantic also names the types that it has tried."""
+    """The key in the file. pydantic also names the types that it has tried among the steps to the key."""
     key: Key = ()
     for step in fault["loc"]:
         if (isinstance(tree, dict) and step in tree) or (isinstance(tree, list) and isinstance(step, int)):

@@ -1,4 +1,4 @@
-"""The names here of keys and options of earlier programs.
+"""qie's names for keys and options of earlier programs.
 
 The programs are qwen-image-finetune, musubi-tuner, diffusion-pipe and ai-toolkit; docs/migration.md has the same rows.
 """
@@ -17,7 +17,7 @@ _ARGUMENTS = "optimizer.init_args"
 _BOTH = "none: qie-precompute writes latents and embeddings, always"
 _BY_CONTENT = "none: what changed is found by its content"
 _CONTROLS = "none: controls get the model's area in their own proportions"
-_DIFFUSERS = "none: the model is one folder in the layout of diffusers, model.pretrained_model_name_or_path"
+_DIFFUSERS = "none: the model is one folder in the diffusers layout, model.pretrained_model_name_or_path"
 _LEVELS = "loss.timestep_sampling, with loss.logit_std and loss.shift"
 _SHAPES = "none: sizes keep the image's proportions; data.buckets_px fixes them"
 _SIDES = "data.area_px, width times height: 1048576 for 1024"
@@ -223,7 +223,7 @@ MOVED = {
 def moved(key: str) -> str | None:
     """The key to write instead of one (`lora.rank`) that qie does not have there; None if no program ever had it.
 
-    A key that qie has in another section is answered with its place there.
+    For a key that qie has in another section, this is its place there.
     """
     steps = key.split(".")
     for start in range(len(steps)):

@@ -60,7 +60,7 @@ def parse_yaml(text: str) -> Any:
     """The values of a YAML document.
 
     Raises:
-        ValueError: it is no YAML; one line says why.
+        ValueError: it is not valid YAML; one line says why.
     """
     if len(text) > MAX_CHARS:
         raise ValueError(f"it is {len(text)} characters long; at most {MAX_CHARS} are read")
@@ -151,11 +151,11 @@ class Typed:
 def expand(value: Any, texts: dict[Key, str], typed: Typed, key: Key = ()) -> Any:
     """A copy of `value`, which was typed at `key`, in which references are replaced, but not in keys.
 
-    A value that is nothing but one reference becomes what YAML reads in its text: a number, true, null. `texts` gets
+    A value that consists of one reference alone is read as YAML: a number, true, null. `texts` gets
     that text, for keys that want a text after all.
 
     Raises:
-        ConfigError: a variable is not set, or what follows `${` is no name.
+        ConfigError: a variable is not set, or no name follows `${`.
     """
     if isinstance(value, dict):
         return {name: expand(child, texts, typed, (*key, name)) for name, child in value.items()}

@@ -1,1 +1,1 @@
-"""Data: sources give rows, a plan orders samples, a stream hands out batches. Knows nothing of models."""
+"""Data: sources give rows, a plan orders samples, a stream yields batches. This package knows nothing of models."""

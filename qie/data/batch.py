@@ -1,4 +1,4 @@
-"""Samples of one shape to a batch: every tensor is copied once, from where it lies into the batch."""
+"""Collating samples of one shape into a batch. Every tensor is copied once, from its place into the batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
     Args:
         samples: in the order of `planned`.
         planned: positions and weights.
-        pinned: in page-locked memory, from which a GPU copies while the host goes on. torch keeps such memory when a
+        pinned: in page-locked memory, from which a GPU copies while the host continues. torch keeps such memory when a
             batch is gone, for the next one.
     """
     prompts, tails = [sample.prompt_embed for sample in samples], [sample.empty_tail for sample in samples]

@@ -1,8 +1,8 @@
 """Training on shards while they are still being written.
 
-The first epoch takes samples in the order of their rows, each batch as soon as its last sample is published, and waits
-for shards that are still missing. The batches follow from the shards alone, not from the time of their arrival: every
-rank, and a run that is resumed, sees the same. Later epochs are those of any other stream.
+The first epoch takes samples in the order of their rows. It yields each batch as soon as its last sample is published,
+and waits for shards that are still missing. The batches follow from the shards alone, not from the time of
+their arrival: every rank, and a resumed run, sees the same. Later epochs are those of any other stream.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class GrowingSamples:
     """The samples of rows [0, `rows`) that are published without a gap from row 0 on.
 
     Attributes:
-        folder: where the shards come.
+        folder: where the shards appear.
         rows: how many rows there will be.
         verify, cache: see `ShardSet`.
         timeout_s: how long to wait for the next shard.
         poll_s: seconds between looks.
-        alive: raises when nobody will write any more.
+        alive: raises when the writer has ended.
         current: up to which row shards are known to be what their rows are now; others may be left from an older run.
         say: told every half minute which shard the stream waits for.
         stop: ends whoever writes the shards for these samples alone.

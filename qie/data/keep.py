@@ -1,4 +1,4 @@
-"""Samples kept after their first use, in host memory or on a GPU: for datasets that fit, or for what of them fits."""
+"""Samples kept after their first use, in host memory or on a GPU: for datasets that fit, wholly or in part."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ for _tensor in TENSORS:
 
 @dataclass(frozen=True)
 class Keep:
-    """What is kept where.
+    """Which tensors are kept, and where.
 
     Attributes:
         latents, embeds: the device; None for not at all.
-        budget_bytes: how much altogether. Samples that come when it is spent are not kept.
+        budget_bytes: the total. Samples that come after it is spent are not kept.
     """
 
     latents: torch.device | None = None
@@ -42,7 +42,7 @@ class KeptSamples:
         self._lock = threading.Lock()
 
     def fetch(self, position: int, read: Callable[[int], Sample]) -> Sample:
-        """As `read` gives it, which is not called again if all of the sample is kept. The bytes are the same."""
+        """The sample as `read` gives it, byte for byte; `read` is not called again if all of the sample is kept."""
         kept = self._kept.get(position)
         if isinstance(kept, Sample):
             return kept

@@ -36,23 +36,23 @@ class RowEncoder(Protocol):
         """The steps of `encode_together`, to be overlapped."""
 
     def inspect(self, row: Row) -> Facts:
-        """What is known without encoding. Raises RowError when the row cannot be encoded."""
+        """The facts known without encoding. Raises RowError when the row cannot be encoded."""
 
     def encode(self, row: Row) -> Sample:
         """The row's sample. Raises RowError when it has none."""
 
     def encode_together(self, rows: Sequence[Row]) -> list[Sample | RowError]:
-        """Each row's sample, or why it has none."""
+        """Each row's sample, or the reason why it has none."""
 
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What is known of the rows of a source before they are trained on, in their order.
+    """The facts about the rows of a source, known before training, in the order of rows.
 
     Attributes:
-        rows, numbers: of each sample, its row and which variant of it.
-        facts: of each sample.
-        parts: of each sample, the name of its source in a mixture.
+        rows, numbers: for each sample, its row and the number of its variant.
+        facts: for each sample.
+        parts: for each sample, the name of its source in a mixture.
         skipped: rows that are not among the samples.
     """
 

@@ -1,11 +1,11 @@
-"""The plan: the list of global batches of one epoch. Pure: numbers in, numbers out, nothing is read.
+"""The plan: the list of global batches of one epoch. Pure: numbers in, numbers out, no reading.
 
 An epoch is a function of (columns, seed, epoch, global batch size, settings), whoever computes it. A process takes its
 slice of each global batch, so the number of processes changes nothing but who computes what.
 
-Chance decides which rows an epoch draws, in which order, which of their variants, and which rows are kept for
-validation. Of numpy only the bits of Philox are used, a counter-based generator: numpy promises to keep those, but not
-how its own shuffles use them.
+Random numbers decide which rows an epoch draws, their order and their variants, and which rows are kept for validation.
+They come from the raw bits of Philox, a counter-based generator: numpy promises to keep these bits, but not the way its
+own shuffles use them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Plan(Sequence[PlannedBatch]):
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What decides an epoch's batches beside the samples.
+    """Everything except the samples that decides an epoch's batches.
 
     Attributes:
         global_batch_size: samples per batch over all processes.
@@ -214,7 +214,7 @@ def sequence_prefix(
 ) -> Plan:
     """The batches of `order="sequence"` that are complete, perhaps none: they stay when further samples come.
 
-    For whoever follows shards that are still being written. `seed` and `epoch` decide only which variants are shown.
+    For streams that follow shards while these are written. `seed` and `epoch` decide only which variants are shown.
     """
     require_batch_size(global_batch_size)
     drawn, _ = draw(columns, seed, epoch, None, leave_out, shuffled=False)

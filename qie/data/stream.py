@@ -1,4 +1,4 @@
-"""The stream: the one iterable that training reads. Samples, and the plans of their epochs, become batches.
+"""The stream: the one iterable that training reads. It turns samples, and the plans of their epochs, into batches.
 
 Samples lie in shards (`qie.shards.shard_set.ShardSet`) or are encoded from rows (`qie.data.live.LiveSamples`); plans
 are known from the start (`FixedPlans`) or grow with their shards (`qie.data.follow.GrowingPlans`).
@@ -33,7 +33,7 @@ _END = PlannedBatch((), ())
 
 
 class Samples(Protocol):
-    """Samples by position, with what a plan needs of them known beforehand."""
+    """Samples by position, and the facts about them that a plan needs."""
 
     @property
     def columns(self) -> Columns: ...
@@ -47,7 +47,7 @@ class Samples(Protocol):
 
     @property
     def skipped(self) -> Sequence[Skipped]:
-        """Rows that are not among the samples, and why."""
+        """Rows that are not among the samples, with reasons."""
 
     @property
     def masked(self) -> bool:
@@ -65,7 +65,7 @@ class Plans(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides all batches: a saved position is valid for plans of equal identity."""
+        """Everything that decides the batches: a saved position is valid for plans of equal identity."""
 
     @property
     def held_out(self) -> NDArray[np.bool_]:
@@ -73,7 +73,7 @@ class Plans(Protocol):
 
     @property
     def validation(self) -> Sequence[int]:
-        """Positions of the samples that are validated on, one of each row that is held out."""
+        """Positions of the validation samples, one for each row that is held out."""
 
     def of(self, epoch: int) -> Plan:
         """The plan of an epoch: its first batches, if it is not whole yet."""
@@ -154,14 +154,14 @@ class FixedPlans:
 
 @dataclass(eq=False)
 class Stream(IterableDataset[Batch]):
-    """Batches of `samples`, as `plans` say. Iterated, it gives the batches of the current epoch that are left; again,
-    those of the next one.
+    """Batches of `samples`, in the order of `plans`. Iterating yields the remaining batches of the current epoch;
+    iterating again, those of the next one.
 
-    Its whole state is (epoch, batches handed out in it). Batches that are prepared in the background are not part of
-    it. It takes the place of a torch DataLoader, or goes into one with `batch_size=None` and no workers.
+    Its whole state is (epoch, batches yielded in it). Batches that are prepared in the background are not part of
+    it. It replaces a torch DataLoader, or is wrapped by one with `batch_size=None` and no workers.
 
     Attributes:
-        samples: what batches are made of.
+        samples: the samples of all batches.
         plans: which samples each batch of each epoch holds.
         rank, world_size: which slice of each global batch this process takes.
         prefetch: batches that are prepared ahead.
@@ -231,7 +231,7 @@ class Stream(IterableDataset[Batch]):
         return self._iter_batches(endless=False)
 
     def forever(self) -> Generator[Batch]:
-        """Batches from where the stream stands, epoch after epoch, without end or pause between them."""
+        """Batches from the current position on, epoch after epoch, without end or pause between them."""
         return self._iter_batches(endless=True)
 
     def _iter_batches(self, *, endless: bool) -> Generator[Batch]:
@@ -265,7 +265,7 @@ class Stream(IterableDataset[Batch]):
                     future.cancel()
 
     def close(self) -> None:
-        """Stop what works for the stream in the background, such as a writer of shards. No more batches may come."""
+        """Stop background work for the stream, such as a writer of shards. The stream may yield no more batches."""
         self.plans.close()
 
     def __enter__(self) -> Self:
@@ -284,7 +284,7 @@ class Stream(IterableDataset[Batch]):
         return self.kept.fetch(position, read) if self.kept else read(position)
 
     def set_epoch(self, epoch: int) -> None:
-        """Stand at the start of an epoch."""
+        """Go to the start of an epoch."""
         self.epoch, self.position = epoch, 0
 
     def validation_batches(self) -> list[PlannedBatch]:
@@ -292,11 +292,11 @@ class Stream(IterableDataset[Batch]):
         return [PlannedBatch((position,), (1.0,)) for position in self.plans.validation]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: two integers, and what they are only valid with."""
+        """The position of the stream: two integers, and the identity of the plans that they are valid for."""
         return {"epoch": self.epoch, "position": self.position, "of": self.plans.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, with any number of processes of the same global batch size.
+        """Continue from `state`, with any number of processes and the same global batch size.
 
         Raises:
             UsageError: the state belongs to other samples, another seed or another batch size; names which.

@@ -1,4 +1,4 @@
-"""Variants of a row: its captions, and its pictures mirrored or cropped. Pure: a row in, rows out."""
+"""Variants of a row: its captions, and its images mirrored or cropped. Pure: a row in, rows out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Variants:
     """Which variants of a row are stored.
 
     Attributes:
-        count: how many there are at most.
+        count: the maximum number.
         flip: further variants are mirrored, every other one by chance.
         crop: the smallest part of a picture's sides that further variants keep; 1 for all of it.
     """

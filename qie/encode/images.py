@@ -1,4 +1,4 @@
-"""From the bytes of an image file to the pixels that a model gets, at its part and size of the image.
+"""From the bytes of an image file to the pixels for a model: decoding, cropping, resizing.
 
 Sizes are in pixels, (width, height). The families' own rule is one area, in the image's own proportions. Of a list of
 areas, an image takes the largest that does not enlarge it. Buckets are fixed sizes: an image is cropped to the one of

@@ -170,7 +170,7 @@ def lengths(summary: Summary) -> Html:
     title = tag("h3", "Prompt lengths")
     if not summary.lengths:
         return panel(title, note("There are no samples."))
-    label = f"Histogram of prompt lengths of {summary.samples:,} samples; their percentiles stand below."
+    label = f"Histogram of prompt lengths of {summary.samples:,} samples, with their percentiles below."
     drawing = histogram(summary.lengths, label, "tokens, images included", "samples", whole=True)
     numbers = table(list(summary.tokens), [[f"{value:,}" for value in summary.tokens.values()]], numbers=range(8))
     return panel(title, drawing, tag("div", numbers, class_="close"))

@@ -228,7 +228,7 @@ def read_images(paths: Iterable[str], background: str, where: str | None = None)
         where: configuration key that names them, for messages.
 
     Raises:
-        UsageError: one is missing or is no image.
+        UsageError: one is missing or is not an image.
     """
     images = []
     for path in paths:

@@ -1,6 +1,6 @@
-"""The names that users of qwen-image-finetune and Quaterion know, as faces on qie's modules.
+"""The names that users of qwen-image-finetune and Quaterion know, as wrappers around qie's modules.
 
-Each docstring names, after "Now:", the call that takes its place. docs/migration.md describes the migration.
+Each docstring gives the replacement after "Now:". docs/migration.md describes the migration.
 """
 
 from qie.errors import UsageError

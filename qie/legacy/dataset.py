@@ -118,7 +118,7 @@ def pictures(given: object, background: str) -> list[Image.Image]:
     """Images as one has them: PIL's, arrays [H, W, 3] or [B, H, W, 3] of uint8, paths, or several of these.
 
     Raises:
-        UsageError: something is no image.
+        UsageError: an item is not an image.
     """
     if isinstance(given, Image.Image):
         return [given if given.mode == "RGB" else decode_image(_png(given), "the image", background)]

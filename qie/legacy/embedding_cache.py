@@ -40,13 +40,13 @@ def check_cache_exists(cache_root: str | Path) -> bool:
 
 
 class EmbeddingCacheManager:
-    """A folder of shards, and of single tensors beside them.
+    """A folder of shards and of single tensors.
 
     Now: `qie.ShardSet` reads, `qie.precompute.precompute` writes.
 
-    The shards' samples are found by their key, 64 hex characters, in place of a file's hash: it covers everything that
-    made the tensors. Single tensors are for code that saves its own; nothing is trained on them. They lie in
-    `DIR/<kind>/<hash>.safetensors`, written whole or not at all.
+    The shards' samples are found by their key, 64 hex characters, in place of a file's hash: it covers everything
+    that the tensors were made from. Single tensors are for code that saves its own; nothing is trained on them. Each is
+    in `DIR/<kind>/<hash>.safetensors`, written whole or not at all.
 
     Args:
         cache_root: path or URL.

@@ -53,7 +53,7 @@ def precompute(
     """Bring the shards of `rows` in `output` up to date with `source`.
 
     A published shard whose rows still have their keys is left alone. A shard with changed rows is written again, with
-    the records of the other rows copied. Published shards are complete, so a killed run goes on where it was.
+    the records of the other rows copied. Published shards are complete, so a killed run continues where it was.
 
     Args:
         source, encoder: the rows, and the encoder that makes samples of them.

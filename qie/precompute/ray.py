@@ -1,6 +1,6 @@
 """Precompute on a Ray cluster: shards as tasks, on any node with the GPUs, tried again when a node dies.
 
-A task that is tried again finds its published shards and goes on from there. Every node must reach source, model and
+A task that is tried again finds its published shards and continues after them. Every node must reach source, model and
 output: URLs, or paths of a shared file system.
 """
 

@@ -1,1 +1,1 @@
-"""Shards: how samples are stored, found and read. Knows nothing of models. The norm is docs/format.md."""
+"""Shards: how samples are stored, found and read. This package knows nothing of models. docs/format.md is the norm."""

@@ -195,7 +195,7 @@ def read_index(place: File | str | Path) -> ShardIndex:
     """The index in a file.
 
     Raises:
-        ShardError: it is not there, is no index of this format, or its rows do not add up.
+        ShardError: it is missing, is not an index of this format, or its rows do not add up.
         StoreError: it cannot be read.
     """
     path = File.at(place)

@@ -1,4 +1,4 @@
-"""Why a row is or is not in shards: what of it, or of the recipe, is another than when they were written."""
+"""Why a row is or is not in shards: the inputs, or the fields of the recipe, that changed since they were written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ State = Literal["hit", "stale", "miss", "skipped", "unreadable"]
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a row is no hit.
+    """A reason why a row is not a hit.
 
     Attributes:
         what: an input (target, control n, prompt, mask, augment), a field of the recipe, or row.

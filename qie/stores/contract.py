@@ -1,4 +1,4 @@
-"""What every folder of a store promises: its methods, the names it takes, and its errors.
+"""The contract of a store's folders: methods, names and errors.
 
 QieError
 └── StoreError            a store cannot be reached, refuses, or sends other bytes than asked for
@@ -99,7 +99,7 @@ class Folder(Protocol):
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, most: int = WHOLE_BYTES, size: int | None = None
     ) -> bytes:
-        """Exactly the bytes [start, stop) of a file; without `stop`, all up to its end.
+        """Exactly the bytes [start, stop) of a file; without `stop`, everything up to its end.
 
         Args:
             name: of the file.
@@ -134,7 +134,7 @@ class Folder(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """Delete a file. A missing file is no error."""
+        """Delete a file. A missing file is not an error."""
         ...
 
 

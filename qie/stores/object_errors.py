@@ -1,4 +1,4 @@
-"""Errors of obstore, explained in one line and without secrets."""
+"""Errors of obstore, in one line and without secrets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PASSING_STATUS = (408, 425, 429)
 
 
 def passes(error: Exception) -> bool:
-    """Whether obstore's error may pass, so that the same request may succeed later."""
+    """Whether obstore's error is transient, so that the same request may succeed later."""
     text = str(error)
     if any(words in text for words in _PASSING_WORDS):
         return True

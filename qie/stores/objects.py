@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 class ObjectFolder:
     """The objects of a bucket, or the files of a web host, below a prefix. See `qie.stores.Folder`.
 
-    obstore repeats requests by itself, and goes on where a body broke off. What it does not repeat, and the whole of it
+    obstore repeats requests itself, and continues where a body broke off. What it does not repeat, and the whole of it
     once more, is repeated here: a listing whose body broke off, a deletion, a conditional put.
     """
 

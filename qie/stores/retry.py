@@ -49,7 +49,7 @@ def limits() -> Limits:
 
 
 def patiently(act: Callable[[], _Result], transient: Callable[[Exception], bool]) -> _Result:
-    """Act, and act again after transient errors, with pauses that double, until the time for retries is up.
+    """Call `act`, and call it again after transient errors, with pauses that double, until the time for retries is up.
 
     Raises:
         Exception: the last error of `act`, as it is.

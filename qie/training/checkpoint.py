@@ -1,7 +1,7 @@
-"""Checkpoints: `save` writes a run's state into a folder, `load` reads it, and the run goes on as if it never stopped.
+"""Checkpoints: `save` writes a run's state into a folder, `load` reads it, and the run resumes as if never stopped.
 
     checkpoint-000500/
-        pytorch_lora_weights.safetensors    the adapter, in the format of diffusers; or transformer/, all weights
+        pytorch_lora_weights.safetensors    the adapter, in diffusers' format; or transformer/, all weights
         ema/                                the same of the averaged weights, with train.ema_decay
         optimizer.safetensors               the optimizer's tensors, by the names of parameters
         state.json                          everything else, and size and SHA-256 of each file
@@ -53,7 +53,7 @@ class RunState:
     Attributes:
         step, batches, nonfinite: optimizer steps done; batches trained on; last steps in a row that changed nothing.
         stream, schedule: their states.
-        optimizer: the part of its state that is no tensor.
+        optimizer: the part of its state that is not a tensor.
         run: `identity`.
     """
 

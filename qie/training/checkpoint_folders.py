@@ -51,7 +51,7 @@ def find_resume(resume: str | None, output_dir: Path) -> Path | None:
     """The checkpoint that a run resumes from; None for a new run. To be asked before the work, and under the lock.
 
     Raises:
-        UsageError: there is no such checkpoint; or the output folder holds another run, or is no folder.
+        UsageError: there is no such checkpoint; or the output folder holds another run, or is not a folder.
     """
     require_folder(output_dir)
     found = find_checkpoint(resume, output_dir) if resume else None

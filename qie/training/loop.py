@@ -32,7 +32,7 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Listener:
-    """The caller's functions that a run calls, in the main process. MetricsFile and Trackers hear the same.
+    """Functions of the caller that a run calls in the main process. MetricsFile and Trackers get the same calls.
 
     Attributes:
         start: with the steps done before, and the steps altogether.
@@ -53,7 +53,7 @@ Hooks = Sequence[MetricsFile | Trackers | Listener]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its last step, its last checkpoint, and whether it was asked to stop before its end."""
+    """The end of a run: its last step, its last checkpoint, and whether it was asked to stop before its end."""
 
     step: int
     checkpoint: Path
@@ -77,7 +77,7 @@ def train(
         pretrained: the base model.
         stream: this process's batches.
         accelerator: device, precision and process group.
-        resume: a checkpoint folder, or "latest"; the run goes on as if it had never stopped.
+        resume: a checkpoint folder, or "latest"; the run continues as if it had never stopped.
         generate_samples: generates the sample images at each validation.
         listener: hears how the run goes.
 

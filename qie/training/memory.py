@@ -1,4 +1,4 @@
-"""How much device memory training takes: estimated before anything is loaded, with what to change if it is too much."""
+"""The device memory that training takes: an estimate before anything is loaded, with advice if it is too much."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def _changes(setup: Setup) -> list[tuple[str, Setup]]:
 
 
 def tell_memory(setup: Setup, device: torch.device, say: Callable[[str], object]) -> None:
-    """Say how much of a GPU's memory a run will need, and what to change if that is more than is free."""
+    """Say how much of a GPU's memory a run will need, with advice if that is more than is free."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)
@@ -285,7 +285,7 @@ def tell_memory(setup: Setup, device: torch.device, say: Callable[[str], object]
 
 @contextmanager
 def explained_memory(setup: Setup) -> Iterator[None]:
-    """Turn torch's error that memory is out into one that says what to change."""
+    """Turn torch's out-of-memory error into one with advice."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -27,7 +27,7 @@ def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Param
     """The optimizer of `optimizer.class_path` over `parameters`.
 
     Raises:
-        ConfigError: there is no such class, it is no optimizer, or it refuses `optimizer.init_args`.
+        ConfigError: there is no such class, it is not an optimizer, or it refuses `optimizer.init_args`.
     """
     key = "optimizer.class_path"
     found = _named(section.class_path, torch.optim.Optimizer, key, "torch.optim.AdamW")
@@ -76,7 +76,7 @@ def make_schedule(section: SchedulerConfig, optimizer: torch.optim.Optimizer, st
     """The schedule of `lr_scheduler` for a run of `steps`.
 
     Raises:
-        ConfigError: there is no such class, it refuses its arguments, or it wants to see the loss.
+        ConfigError: there is no such class, it refuses its arguments, or it depends on the loss.
     """
     if section.class_path is None:
         with _refused("lr_scheduler", "the schedule refuses its values"):

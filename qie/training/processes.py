@@ -62,7 +62,7 @@ def accelerator_of(config: Config) -> Accelerator:
 
 @contextmanager
 def stop_requested(accelerator: Accelerator) -> Iterator[Callable[[], bool]]:
-    """Within, SIGINT and SIGTERM ask the run to stop. Gives a function that says whether any process was asked.
+    """A context in which SIGINT and SIGTERM ask the run to stop. Gives a function that says whether one was asked.
 
     The loop calls it between steps; it answers the same in all processes. A second signal interrupts at once.
     """

@@ -1,4 +1,4 @@
-"""A run: its model, optimizer and batches, and the acts of a run: a training step, a validation, its state."""
+"""A run: its model, optimizer and batches, and its operations: training step, validation, saving and restoring."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class Run:
         return state, RunTensors(weights, moments)
 
     def load_state_dict(self, state: RunState, folder: Path) -> None:
-        """Go on from a checkpoint. Every process calls it, and reads from the folder's files its part of each tensor.
+        """Resume from a checkpoint. Every process calls it, and reads from the folder's files its part of each tensor.
 
         Args:
             state: what `checkpoint.load` gave for the folder.

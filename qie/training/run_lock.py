@@ -17,12 +17,12 @@ LOCK_FILE = ".lock"
 
 @contextmanager
 def locked(output_dir: Path) -> Iterator[None]:
-    """Within, no other run uses the folder. It is made, and removed again if it stays empty.
+    """A context in which no other run uses the folder. Makes the folder, and removes it again if it stays empty.
 
     One process of a run takes the lock for all of them.
 
     Raises:
-        UsageError: another run uses the folder, or it is no folder.
+        UsageError: another run uses the folder, or it is not a folder.
         QieError: it cannot be written.
     """
     require_folder(output_dir)

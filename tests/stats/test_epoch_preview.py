@@ -94,7 +94,7 @@ def test_the_command_prints_the_plan_as_lines_and_as_json(shards: Path) -> None:
     values = json.loads(CliRunner().invoke(stats.main, [*arguments, "--json"]).stdout)
 
     assert values == [plan.to_dict() for plan in plans(shards, 2, 2)]
-    assert "tail pad: 3 steps over 10 samples, 2 places filled up with weight 0" in lines
+    assert "tail pad: 3 steps over 10 samples, 2 places padded with weight 0" in lines
     assert "tail drop: 1 steps over 10 samples, 6 samples dropped" in lines
 
 

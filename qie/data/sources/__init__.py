@@ -1,4 +1,4 @@
-"""Sources: anything that yields rows. Opened cheaply; a row's bytes are read when it is asked for."""
+"""Sources: anything that yields rows. Opening one is cheap; the bytes of a row are read on request."""
 
 from qie.data.sources.kinds import open_source
 from qie.data.sources.mixture import SourceSpec

@@ -1,4 +1,4 @@
-"""Rows of CSV files. Opening notes where each row starts; a row is parsed when it is asked for."""
+"""Rows of CSV files. Opening records where each row starts; a row is parsed on request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CsvSource:
         """Note where the rows start.
 
         Raises:
-            SourceError: the file is not there, is not UTF-8, lacks a column, has one twice, holds no row, does not
+            SourceError: the file is missing, is not UTF-8, lacks a column, has one twice, holds no row, does not
                 close a quote, or names two rows the same.
         """
         size = source_size(file)

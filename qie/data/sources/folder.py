@@ -32,7 +32,7 @@ class ImageFolder:
 
     @classmethod
     def list(cls, folder: Folder) -> ImageFolder:
-        """List a folder. Raises SourceError for two images of one stem: which of them is meant cannot be known."""
+        """List a folder. Raises SourceError for two images with the same stem, because either could be meant."""
         endings: dict[str, str] = {}
         texts = []
         for name in folder.names():
@@ -79,7 +79,7 @@ class FolderSource:
 
     @classmethod
     def open(cls, folder: Folder) -> FolderSource:
-        """List the folder. Raises SourceError when its layout is another one, or it holds no target."""
+        """List the folder. Raises SourceError when it has another layout, or holds no target."""
         sides = (_first_folder(folder, names) for names in (TARGET_FOLDERS, CONTROL_FOLDERS))
         targets, controls = map(ImageFolder.list, sides)
         stems = tuple(sorted(stem for stem in targets.endings if not _stands_beside(stem, targets.endings)))

@@ -34,7 +34,7 @@ class DatasetSource:
 
     Attributes:
         where: hub name or folder.
-        label: what its rows are called when they have no names: label[0], label[1] …
+        label: stands for the names of rows that have none: label[0], label[1] …
         roots: the folders of images, for rows that hold paths instead; see `Cells`.
         roles: of the columns.
         dataset: the dataset, giving Arrow tables.

@@ -1,4 +1,4 @@
-"""Rows of JSONL files. Opening notes where each line starts; a line is parsed when it is asked for."""
+"""Rows of JSONL files. Opening records where each line starts; a line is parsed on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOKED_AT = 100  # lines whose keys are looked at when a file is opened
 
 @dataclass(frozen=True)
 class JsonlSource:
-    """Rows of a JSONL file: UTF-8, one JSON object per line. Each line's own keys say what is in it."""
+    """Rows of a JSONL file: UTF-8, one JSON object per line. The keys of a line name its content."""
 
     rows: TextRows
     named: bool
@@ -30,7 +30,7 @@ class JsonlSource:
         """Note where the lines start, and look at the keys of the first ones.
 
         Raises:
-            SourceError: the file is not there, holds no line of JSON, lacks a key, or names two rows the same.
+            SourceError: the file is missing, holds no line of JSON, lacks a key, or names two rows the same.
         """
         size = source_size(file)
         with file.open() as stream:

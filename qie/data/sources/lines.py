@@ -1,4 +1,4 @@
-"""Rows in text files: where they start, and what they are called."""
+"""Rows in text files: where they start, and their names."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Lines:
     """The lines of a UTF-8 file as text, and how far they have been read.
 
     Attributes:
-        offset: bytes of the lines that have been read.
-        number: how many lines that were.
+        offset: bytes of the lines read so far.
+        number: of lines read so far.
     """
 
     def __init__(self, stream: BinaryIO, where: object) -> None:
@@ -79,7 +79,7 @@ class Lines:
         self._stream, self._where = stream, where
 
     def __iter__(self) -> Iterator[str]:
-        """Raises SourceError for a line that is not UTF-8, or does not end."""
+        """Raises SourceError for a line that is not UTF-8, or too long."""
         while raw := self._stream.readline(MAX_LINE_BYTES):
             if len(raw) == MAX_LINE_BYTES:
                 raise SourceError("a line is too long", where=f"{self._where}, line {self.number + 1}")

@@ -24,8 +24,8 @@ class SourceSpec:
     """One source of a mixture.
 
     Attributes:
-        source: whatever `open_source` understands.
-        name: what it is called in the mixture; the name of its file or folder when None.
+        source: anything that `open_source` understands.
+        name: its name in the mixture; the name of its file or folder when None.
         weight: how often its rows are drawn, relative to those of the others; sources only carry it.
     """
 

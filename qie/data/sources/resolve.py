@@ -1,4 +1,4 @@
-"""The bytes of files that sources and rows name, or an error that says whose fault it is.
+"""The bytes of files that sources and rows name, or an error that says what is at fault.
 
 A row's file that is missing, refused or too large is the row's fault (RowError): a run skips the row. A store or a
 machine at fault (StoreError) stops the run, since every further row would fail, too.
@@ -31,7 +31,7 @@ MAX_TEXT_BYTES = 2**20
 
 
 def readable(name: str) -> str:
-    """A name that can be written down: line ends, control characters and bytes that are no Unicode as escapes."""
+    """A printable name: line ends, control characters and bytes that are not Unicode become escapes."""
     return name if name.isprintable() else repr(name)[1:-1]
 
 
@@ -39,7 +39,7 @@ def row_bytes(file: File, most: int = WHOLE_BYTES) -> bytes:
     """A file of one row, whole.
 
     Raises:
-        RowError: it is not there, has more than `most` bytes, or the system refuses it.
+        RowError: it is missing, has more than `most` bytes, or the system refuses it.
         StoreError: the machine or the store is at fault, not the row.
     """
     try:
@@ -58,7 +58,7 @@ def named_bytes(text: str, roots: Sequence[Folder]) -> bytes:
         roots: folders in which a row may name files.
 
     Raises:
-        RowError: it is not there, lies outside of `roots`, or is a URL of another kind.
+        RowError: it is missing, is outside `roots`, or is a URL of another kind.
         StoreError: a store is at fault, not the row.
     """
     scheme = scheme_of(text)
@@ -74,7 +74,7 @@ def named_bytes(text: str, roots: Sequence[Folder]) -> bytes:
 
 
 def source_size(file: File) -> int:
-    """The size of a file that holds rows, in bytes. Raises SourceError when it is not there or is refused."""
+    """The size of a file that holds rows, in bytes. Raises SourceError when it is missing or refused."""
     try:
         size = file.size()
     except (MissingError, RefusedError) as error:

@@ -26,8 +26,8 @@ class Source(Protocol):
         """The row with its bytes.
 
         Raises:
-            RowError: something of the row is missing or cannot be read.
-            SourceError: the source is not what it was when it was opened.
+            RowError: a part of the row is missing or cannot be read.
+            SourceError: the source has changed since it was opened.
             StoreError: a store cannot be reached or refuses, which is not the row's fault.
         """
 

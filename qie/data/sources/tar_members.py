@@ -1,4 +1,4 @@
-"""The members of a tar, from its headers alone: payloads are passed over, not read.
+"""The members of a tar, from its headers alone, without reading payloads.
 
 The standard library's tarfile does the same in tens of microseconds a member, which is minutes for a large dataset.
 Formats: USTAR, GNU long names, pax paths and sizes.
@@ -35,11 +35,11 @@ class _Header(NamedTuple):
 
 
 def iter_members(stream: BinaryIO, size: int, where: object) -> Iterator[TarMember]:
-    """The regular files of a tar of `size` bytes, in order. Links, folders and devices are passed over.
+    """The regular files of a tar of `size` bytes, in order. Links, folders and devices are skipped.
 
     Raises:
-        SourceError: it is no tar, or it is cut: it ends within a header or a file, or before its end marker, or goes on
-            after it.
+        SourceError: it is not a tar; or it ends within a header or a file, or before its end marker, or continues after
+            it.
     """
     at, name, long_size = 0, None, None
     if stream.read(2) == b"\x1f\x8b":

@@ -1,7 +1,7 @@
 """Raw WebDataset tars: members of one key are a row.
 
 Keys are webdataset's own: `dir/000.control_1.png` is the member `control_1.png` of the row `dir/000`. Members of a row
-stand together.
+are adjacent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An exponential moving average of the trained weights, kept beside them in float32."""
+"""An exponential moving average of the trained weights, in float32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within, the model's weights are the averages."""
+        """A context in which the model's weights are the averages."""
         trained = {name: weight.detach().clone() for name, weight in self._parameters.items()}
         self._put(self.averages)
         try:

@@ -127,7 +127,7 @@ def adapter_tensors(
 def save_adapter(
     transformer: QwenImageTransformer2DModel, folder: Path, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Write the adapter in the format of diffusers: `pipe.load_lora_weights(folder)` loads it, scale and kind included.
+    """Write the adapter in diffusers' format: `pipe.load_lora_weights(folder)` loads it, scale and kind included.
 
     Args:
         transformer: has the adapter.

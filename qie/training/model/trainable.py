@@ -101,7 +101,7 @@ class TrainableModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[torch.nn.Module]:
-        """Within, the transformer is the one that its users get: averaged weights, no dropout."""
+        """A context in which the transformer is as its users get it: averaged weights, no dropout."""
         with self._ema.applied() if self._ema else nullcontext():
             self.transformer.eval()
             try:
@@ -128,7 +128,7 @@ class TrainableModel:
         return found
 
     def save(self, folder: Path, tensors: Mapping[str, Tensors]) -> None:
-        """Write the result of `tensors` into a checkpoint's folder, in the layout of diffusers."""
+        """Write the result of `tensors` into a checkpoint's folder, in the diffusers layout."""
         for group, values in tensors.items():
             place = _place(folder, group)
             if self._lora:

@@ -1,1 +1,1 @@
-"""What a run tells: metrics.jsonl, trackers, run.json and the model card."""
+"""The outputs of a run besides weights: metrics.jsonl, trackers, run.json and the model card."""

@@ -1,4 +1,4 @@
-"""The report of a run: `run.json` for programs, and `README.md`, a model card as the Hugging Face hub expects it."""
+"""The report of a run: `run.json` for programs, and `README.md`, a model card for the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from it."""
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run, as far as it has come.
+    """The state of a run so far.
 
     Attributes:
         base_model: hub name or folder of the model that was trained.

@@ -20,7 +20,7 @@ _NAME_ARGUMENT = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swa
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError when a tracker's package is not installed: accelerate would leave it out without a word."""
+    """Raise ConfigError when a tracker's package is not installed: accelerate would silently leave it out."""
     there = {tracker.value for tracker in get_available_trackers()}
     for name in names:
         if name not in there:
