@@ -135,7 +135,7 @@ class Shape:
 
 
 class Facts(NamedTuple):
-    """The facts known about a sample before it is encoded: key, shape, length of the prompt's embedding, and mask or not."""
+    """The facts known about a sample before it is encoded: key, shape, length of the prompt embedding, mask or not."""
 
     key: str
     shape: Shape
