@@ -20,7 +20,7 @@ from qie.shards.compact_index import COMPACT_NAME, Compact, _digest, read_compac
 from qie.shards.index import Skipped
 from qie.shards.sample_table import COLUMNS
 from qie.shards.shard_set import ShardSet, compacted
-from qie.shards.storage import find_indexes, published
+from qie.shards.storage import published
 from qie.stores import File, Folder, LocalFolder, open_folder
 from qie.stores.objects import ObjectFolder
 from qie.types import Sample
@@ -33,6 +33,7 @@ LETTERS = {
     "b": make_sample(2, target=(2, 4), controls=((2, 3), (4, 6)), masked=True),
     "c": make_sample(3, tokens=12, empty_tokens=5, shared_prefix=5),
     "d": make_sample(4, shared_prefix=0),
+    "e": make_sample(5),  # as large as a
 }
 LAYOUTS = {
     "one shard": [["a", "b"]],
@@ -55,8 +56,12 @@ def write(folder: Folder | Path, layout: list[list[str]], source: str = "") -> N
 
 
 def compact(place: Folder | Path) -> File:
+    """It is taken for no shard."""
     folder = open_folder(place) if isinstance(place, Path) else place
-    return write_compact(folder, compacted(folder))
+    before = published(folder)
+    file = write_compact(folder, compacted(folder))
+    assert published(folder) == before
+    return file
 
 
 def said(shards: ShardSet) -> dict[str, object]:
@@ -126,14 +131,16 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # As it is
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+def test_what_was_written_is_read_back_and_skipped_rows_are_whole_in_it(tmp_path: Path) -> None:
+    assert read_compact(LocalFolder(tmp_path)) is read_compact(LocalFolder(tmp_path / "nowhere")) is None
     write(tmp_path, LAYOUTS["variants"], source="naïve 日本")
     made = compacted(LocalFolder(tmp_path))
+    gone = Skipped(1, 'naïve \\ "日本"', "the target is no image", "f" * 64, "source", 2)
+    other = replace(made, shards=(replace(made.shards[0], skipped=(gone, gone)), *made.shards[1:]))
 
-    file = write_compact(LocalFolder(tmp_path), made)
-
-    assert file.path == tmp_path / COMPACT_NAME
-    assert_same_compact(read_compact(LocalFolder(tmp_path)), made)
+    for one in (made, other):
+        assert write_compact(LocalFolder(tmp_path), one).path == tmp_path / COMPACT_NAME
+        assert_same_compact(read_compact(LocalFolder(tmp_path)), one)
 
 
 def assert_same_compact(one: Compact | None, other: Compact) -> None:
@@ -145,21 +152,6 @@ def assert_same_compact(one: Compact | None, other: Compact) -> None:
             assert (mine.dtype, mine.tolist()) == (theirs.dtype, theirs.tolist())
         else:
             assert mine == theirs
-
-
-def test_skipped_rows_are_whole_in_it(folder: Path) -> None:
-    made = compacted(LocalFolder(folder))
-    gone = Skipped(1, 'naïve \\ "日本"', "the target is no image", "f" * 64, "source", 2)
-    made = replace(made, shards=(replace(made.shards[0], skipped=(gone, gone)), *made.shards[1:]))
-
-    write_compact(LocalFolder(folder), made)
-
-    assert_same_compact(read_compact(LocalFolder(folder)), made)
-
-
-def test_without_one_there_is_none(folder: Path) -> None:
-    assert read_compact(LocalFolder(folder)) is None
-    assert read_compact(LocalFolder(folder / "nowhere")) is None
 
 
 def test_a_folder_without_shards_cannot_be_compacted(tmp_path: Path) -> None:
@@ -205,80 +197,60 @@ def test_a_shard_that_is_published_meanwhile_is_no_error(folder: Path, monkeypat
 # With it and without it
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_with_it_a_set_of_shards_is_the_same(tmp_path: Path, layout: list[list[str]]) -> None:
-    write(tmp_path, layout)
+ABC = [["a"], ["b"], ["c"]]
+MIXED = {"one": LAYOUTS["no samples in the last shards"], "two": LAYOUTS["variants"]}
+SETS: dict[str, tuple[dict[str, list[list[str]]], list[str], list[str]]] = {
+    **{name: ({"one": layout}, ["one"], ["one"]) for name, layout in LAYOUTS.items()},
+    **{f"{name} of two folders": (MIXED, ["two", "one"], name.split()) for name in ("one", "two", "one two")},
+    **{
+        f"chosen: {choice}": ({"one": ABC}, [f"one/{choice}.tar"], ["one"])
+        for choice in (
+            "{00000000-00000001,00000002-00000003}",
+            "00000002-00000003",
+            "*[12]-0000000[23]",
+            "{00000002-00000003,00000001-00000002,00000000-00000001}",
+            "{00000001-00000002,00000002-00000003,00000000-00000001}",
+        )
+    },
+    **{
+        f"chosen: {choice}, the last without samples": ({"one": [["a"], ["b"], ["-", "-"]]}, [f"one/{choice}"], ["one"])
+        for choice in ("{00000001-00000002,00000002-00000004}.tar", "{00000002-00000004,00000000-00000001}.tar")
+    },
+    "folders take turns": (
+        {"one": ABC, "two": ABC},
+        [f"{{one,two}}/{stem}.tar" for stem in ("00000000-00000001", "00000001-00000002")],
+        ["one", "two"],
+    ),
+}
+"""Folders of shards, the places that are opened, and the folders that have a compacted index."""
 
-    assert_compacting_changes_nothing([tmp_path], [tmp_path])
+
+@pytest.mark.parametrize(("folders", "places", "have"), SETS.values(), ids=SETS)
+def test_with_it_a_set_of_shards_is_the_same(
+    tmp_path: Path, folders: dict[str, list[list[str]]], places: list[str], have: list[str]
+) -> None:
+    for name, layout in folders.items():
+        write(tmp_path / name, layout, source=name)
+    opened = [f"{tmp_path}/{place}" for place in places]
+
+    assert_compacting_changes_nothing(opened, [tmp_path / name for name in have])
+
+    if places == ["two", "one"]:
+        columns = ShardSet.open(opened).columns
+        sources = [columns.source_names[number] for number in columns.sources]
+        assert sources == sorted(sources, reverse=True) and set(sources) == {"one", "two"}
 
 
-def test_with_it_no_index_of_a_shard_is_read(folder: Path, reads: list[str]) -> None:
-    compact(folder)
-    reads.clear()
-
-    shards = ShardSet.open([folder])
-
-    assert reads == [COMPACT_NAME]
-    assert shards.keys == [LETTERS[letter].key for letter in "abc"]
-
-
-def test_with_it_several_sources_stay_apart(tmp_path: Path) -> None:
+def test_sources_in_one_folder_stay_apart_and_shards_without_any_sample_are_refused(tmp_path: Path) -> None:
     write_variants(tmp_path, [[LETTERS["a"]], [LETTERS["b"]]], source="x")
     write_variants(tmp_path, [[LETTERS["c"]], [LETTERS["d"]]], start=2, source="y")
+    write_shard(tmp_path, [None], start=4)
 
     assert_compacting_changes_nothing([tmp_path], [tmp_path])
     columns = ShardSet.open([tmp_path]).columns
     assert [columns.source_names[number] for number in columns.sources] == ["x", "x", "y", "y"]
-
-
-@pytest.mark.parametrize("have", [["one"], ["two"], ["one", "two"]], ids=" and ".join)
-def test_of_several_folders_any_may_have_one(tmp_path: Path, have: list[str]) -> None:
-    write(tmp_path / "one", LAYOUTS["no samples in the last shards"], source="x")
-    write(tmp_path / "two", LAYOUTS["variants"], source="y")
-
-    places: list[str | Path] = [tmp_path / "two", tmp_path / "one"]
-    assert_compacting_changes_nothing(places, [tmp_path / name for name in have])
-
-
-CHOICES = {
-    "some": "{00000000-00000001,00000002-00000003}.tar",
-    "the last": "00000002-00000003.tar",
-    "a glob": "*[12]-0000000[23].tar",
-    "backwards": "{00000002-00000003,00000001-00000002,00000000-00000001}.tar",
-    "in another order": "{00000001-00000002,00000002-00000003,00000000-00000001}.tar",
-}
-
-
-@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
-def test_of_its_shards_any_may_be_chosen_in_any_order(folder: Path, choice: str) -> None:
-    assert_compacting_changes_nothing([f"{folder}/{choice}"], [folder])
-
-
-@pytest.mark.parametrize(
-    "choice", ["{00000001-00000002,00000002-00000004}.tar", "{00000002-00000004,00000000-00000001}.tar"]
-)
-def test_of_its_shards_those_without_samples_may_be_chosen(tmp_path: Path, choice: str) -> None:
-    write(tmp_path, [["a"], ["b"], ["-", "-"]])
-
-    assert_compacting_changes_nothing([f"{tmp_path}/{choice}"], [tmp_path])
-
-
-def test_chosen_shards_without_any_sample_are_refused_as_without_it(tmp_path: Path) -> None:
-    write(tmp_path, [["a"], ["-"]])
-    compact(tmp_path)
-
     with pytest.raises(ShardError, match="the shards hold no samples"):
-        ShardSet.open([tmp_path / "00000001-00000002.tar"])
-
-
-def test_folders_may_take_turns(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        write(tmp_path / name, [["a"], ["b"]])
-
-    assert_compacting_changes_nothing(
-        [f"{tmp_path}/{{one,two}}/{stem}.tar" for stem in ("00000000-00000001", "00000001-00000002")],
-        [tmp_path / "one", tmp_path / "two"],
-    )
+        ShardSet.open([tmp_path / "00000004-00000005.tar"])
 
 
 def test_shards_of_any_name_are_in_it(tmp_path: Path) -> None:
@@ -326,8 +298,17 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "the first was written again": (lambda folder: rewritten(folder, [LETTERS["d"]], 0), "dbc"),
     "one between was written again": (lambda folder: rewritten(folder, [LETTERS["d"]], 1), "adc"),
     "the last was written again": (lambda folder: rewritten(folder, [LETTERS["d"]], 2), "abd"),
+    "one of equal size came": (lambda folder: rewritten(folder, [LETTERS["e"]], 0), "ebc"),
     "one has no samples any more": (lambda folder: rewritten(folder, [None], 1), "ac"),
     "all were written again": (lambda folder: [rewritten(folder, [LETTERS["d"]], n) for n in range(3)], "ddd"),
+    "one beside another without samples": (
+        lambda folder: [rewritten(folder, [None], 2), compact(folder), rewritten(folder, [LETTERS["d"]], 0)],
+        "db",
+    ),
+    "all are of another day, as after a copy that kept no times": (
+        lambda folder: [later(path) for path in folder.glob("*.json")],
+        "abc",
+    ),
     "one was added": (lambda folder: write_shard(folder, [LETTERS["d"]], start=3), "abcd"),
     "one was deleted": (lambda folder: deleted(folder, 1), "ac"),
     "all but the last were deleted": (lambda folder: [deleted(folder, n) for n in (0, 1)], "c"),
@@ -353,39 +334,16 @@ def test_a_shard_that_changed_is_read_from_its_own_index(
     assert_equal(with_it, without_compact(folder))
 
 
-def test_only_what_changed_is_read_again(folder: Path, reads: list[str]) -> None:
+def test_no_index_of_a_shard_is_read_but_of_what_changed(folder: Path, reads: list[str]) -> None:
     compact(folder)
+    reads.clear()
+    ShardSet.open([folder])
+    assert reads == [COMPACT_NAME]
+
     rewritten(folder, [LETTERS["d"]], 1)
     reads.clear()
-
     ShardSet.open([folder])
-
     assert reads == [COMPACT_NAME, "00000001-00000002.json"]
-
-
-def test_a_shard_that_changed_beside_shards_without_samples_is_read_from_its_own_index(tmp_path: Path) -> None:
-    write(tmp_path, [["a"], ["b"], ["-"]])
-    compact(tmp_path)
-    rewritten(tmp_path, [LETTERS["d"]], 0)
-
-    with_it = ShardSet.open([tmp_path])
-
-    assert with_it.keys == [LETTERS["d"].key, LETTERS["b"].key]
-    assert_equal(with_it, without_compact(tmp_path))
-
-
-def test_a_shard_replaced_by_one_of_equal_size_is_read_from_its_own_index(folder: Path) -> None:
-    compact(folder)
-    before = {path.name: path.stat().st_size for path in folder.glob("00000000-*")}
-    other = make_sample(5)
-    rewritten(folder, [other], 0)
-    assert {path.name: path.stat().st_size for path in folder.glob("00000000-*")} == before
-
-    with_it = ShardSet.open([folder])
-
-    assert with_it.keys[0] == other.key
-    assert_same(with_it.load(0), other)
-    assert_equal(with_it, without_compact(folder))
 
 
 def test_a_tar_replaced_by_one_of_equal_size_without_its_index_gives_no_sample(folder: Path, tmp_path: Path) -> None:
@@ -408,17 +366,6 @@ def test_a_tar_that_is_gone_or_cut_is_refused_as_without_it(folder: Path, change
     with pytest.raises(ShardError, match=r"the shard is (missing|cut short)") as error:
         ShardSet.open([folder])
     assert str(error.value.where) == str(tar)
-
-
-def test_stamps_of_another_day_are_worth_nothing(folder: Path, reads: list[str]) -> None:
-    """As after a copy that did not keep times."""
-    compact(folder)
-    for path in folder.glob("*.json"):
-        later(path)
-    reads.clear()
-
-    assert ShardSet.open([folder]).keys == [LETTERS[letter].key for letter in "abc"]
-    assert sorted(reads) == sorted([COMPACT_NAME, *(path.name for path in folder.glob("*.json"))])
 
 
 # Damage
@@ -507,6 +454,7 @@ MALFORMED: dict[str, tuple[Callable[[Any, dict[str, np.ndarray]], object], str]]
     "wider than bytes": (value("widths", (1 << 31) - 1), "sizes"),
     "a number": (lambda about, columns: 1, "int"),
     "a text": (lambda about, columns: "version", "indices"),
+    "another version": (told(lambda about: about.update(version=0)), "version 0, expected 1"),
     "no version": (told(lambda about: about.pop("version")), "version"),
     "a recipe that is none": (told(lambda about: about.update(recipe=[1])), "keys"),
     "an unknown field of the recipe": (told(lambda about: about["recipe"].update(colour=1)), "colour"),
@@ -565,22 +513,12 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
-@pytest.mark.parametrize("length", [0, 1, (1 << 63) - 1])
-def test_one_whose_header_lies_is_one_clear_error(folder: Path, header: bytes, length: int) -> None:
-    (folder / COMPACT_NAME).write_bytes((length or len(header)).to_bytes(8, "little") + header)
+def test_one_whose_header_lies_is_one_clear_error(folder: Path, header: bytes) -> None:
+    for length in (len(header), 1, (1 << 63) - 1):
+        (folder / COMPACT_NAME).write_bytes(length.to_bytes(8, "little") + header)
 
-    with pytest.raises(ShardError, match="the compacted index is damaged"):
-        ShardSet.open([folder])
-
-
-def test_one_of_another_version_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qie.shards.compact_index.COMPACT_VERSION", 0)
-    compact(folder)
-    monkeypatch.undo()
-
-    with pytest.raises(ShardError, match="the compacted index") as error:
-        ShardSet.open([folder])
-    assert "version 0, expected 1" in str(error.value.found)
+        with pytest.raises(ShardError, match="the compacted index is damaged"):
+            ShardSet.open([folder])
 
 
 # Other places
@@ -638,18 +576,3 @@ def test_over_http_shards_open_without_it(folder: Path, monkeypatch: pytest.Monk
         there = ShardSet.open([f"{url}/{{00000000-00000001,00000001-00000002,00000002-00000003}}.tar"])
         (folder / COMPACT_NAME).unlink()
         assert_equal(there, ShardSet.open([folder]))
-
-
-# Its name
-
-
-def test_it_is_taken_for_no_shard(folder: Path) -> None:
-    before = [*published(folder), *find_indexes([folder]), *find_indexes([f"{folder}/*.tar", f"{folder}/*.json"])]
-
-    compact(folder)
-
-    assert [
-        *published(folder),
-        *find_indexes([folder]),
-        *find_indexes([f"{folder}/*.tar", f"{folder}/*.json"]),
-    ] == before
