@@ -71,11 +71,25 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize(("ending", "expected"), FOUND.items(), ids=FOUND)
-def test_a_folder_a_file_a_glob_and_braces_stand_for_their_shards(place: str, ending: str, expected: list[str]) -> None:
-    assert found(f"{place}{ending}") == [f"{place}/{name}" for name in expected]
-    if ending in ("", "/*.tar"):
-        assert [file.name for file in published(place)] == NAMES
+def test_a_folder_a_file_a_glob_and_braces_stand_for_their_shards_each_once(place: str) -> None:
+    for ending, expected in FOUND.items():
+        assert found(f"{place}{ending}") == [f"{place}/{name}" for name in expected], ending
+    assert [file.name for file in published(place)] == NAMES
+    first = f"{place}/{NAMES[1]}"
+    other = place.replace("s3:", "S3:") if "://" in place else f"file://{place}"
+    assert found(first, place, f"{place}/*.tar", other) == [first, *(one for one in found(place) if one != first)]
+    assert found() == []
+
+
+def test_a_home_directory_and_a_file_url_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "photo.png").touch()
+    assert refused("~").found == "photo.png"
+    expected = shards(tmp_path / "a b", 0, 64)
+
+    assert found("~/a b") == found("~/a b/*.tar") == expected
+    for ending in ("", "/", "/*.tar", "/{00000000-00000064,00000064-00000128}.tar"):
+        assert found(f"file://{tmp_path}/a%20b{ending}") == expected
 
 
 def test_globs_and_braces_may_span_directories_in_their_order(tmp_path: Path, s3: S3) -> None:
@@ -86,21 +100,10 @@ def test_globs_and_braces_may_span_directories_in_their_order(tmp_path: Path, s3
     assert found(f"{tmp_path}/*/*.tar") == found(f"{tmp_path}/{{one,two}}") == expected
     assert found(tmp_path / "two", tmp_path / "one") == found(f"{tmp_path}/{{two,one}}/*.tar") == expected[::-1]
     assert found(f"{s3.url}/{{two,one}}") == [f"{s3.url}/{name}/{NAMES[0]}" for name in ("two", "one")]
+    fill(open_folder(s3.url), NAMES[:1], [])
+    assert found(s3.url) == found(f"{s3.url}/") == found(f"{s3.url}/*.tar") == [f"{s3.url}/{NAMES[0]}"], "a bucket"
     mixed = [f"{s3.url}/one/{NAMES[0]}", expected[0], f"{s3.url}/two/{NAMES[0]}"]
     assert found(mixed[0], tmp_path / "one", mixed[2]) == mixed
-
-
-def test_a_whole_bucket_may_be_a_folder_of_shards(s3: S3) -> None:
-    fill(open_folder(s3.url), NAMES, [])
-
-    assert found(s3.url) == found(f"{s3.url}/") == found(f"{s3.url}/*.tar") == [f"{s3.url}/{name}" for name in NAMES]
-
-
-def test_a_shard_that_is_named_twice_counts_once(place: str) -> None:
-    first = f"{place}/{NAMES[1]}"
-    others = [f"file://{place}"] if "://" not in place else [place.replace("s3:", "S3:")]
-
-    assert found(first, place, f"{place}/*.tar", *others) == [first, *(one for one in found(place) if one != first)]
 
 
 @pytest.mark.parametrize(
@@ -131,18 +134,9 @@ PATTERNS = """a {a} {} {a,b} {,x} x{1..3}y {3..1} {01..10..3} {-02..2} {1..2..0}
 {{a,b},c}{d,e} {a{1..3},b} {{1..2}} p/{000..002}-*.tar {{a}}{0..1} a,b"""
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.split())
-def test_braces_are_those_of_webdataset(pattern: str) -> None:
-    assert expand_braces(pattern) == list(braceexpand(pattern))
-
-
-def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "photo.png").touch()
-    assert refused("~").found == "photo.png"
-    expected = shards(tmp_path / "shards", 0)
-
-    assert found("~/shards") == found("~/shards/*.tar") == expected
+def test_braces_are_those_of_webdataset() -> None:
+    for pattern in PATTERNS.split():
+        assert expand_braces(pattern) == list(braceexpand(pattern)), pattern
 
 
 # Gaps, what is published, and its rows
@@ -210,20 +204,12 @@ def test_where_no_shards_are_it_is_said_what_is_there(tmp_path: Path, files: lis
     assert of_several.value.where == tmp_path / "gone"
 
 
-@pytest.mark.parametrize("ending", ["/gone", "/a/all/deeper/*.tar", "/a/*.tar"])
-def test_of_a_bucket_without_such_shards_it_is_said_that_nothing_matches(s3: S3, ending: str) -> None:
-    fill(open_folder(f"{s3.url}/a/all"), NAMES, [])
+def test_in_a_bucket_it_is_said_that_nothing_matches_or_that_there_is_no_such_bucket(s3: S3) -> None:
+    fill(open_folder(f"{s3.url}/a/all"), NAMES[:1], [])
 
-    error = refused(f"{s3.url}{ending}")
-
-    assert (error.what, error.found) == ("no shards found", "nothing that matches")
-
-
-def test_no_places_are_no_shards() -> None:
-    assert find_indexes([]) == []
-
-
-def test_a_bucket_that_is_not_there_is_an_error_of_the_store(s3: S3) -> None:
+    for ending in ("/gone", "/a/all/deeper/*.tar", "/a/*.tar"):
+        error = refused(f"{s3.url}{ending}")
+        assert (error.what, error.found) == ("no shards found", "nothing that matches")
     with pytest.raises(StoreError, match="no such bucket"):
         find_indexes([f"{s3.url}-of-nobody/shards"])
 
@@ -264,17 +250,10 @@ def test_a_url_that_is_not_read_is_refused_and_runs_nothing(
 
 
 @pytest.mark.parametrize("name", ["a:b", "s3:x", "7z:x"])
-@pytest.mark.parametrize("ending", ["", "/*.tar", "/00000000-00000064.tar"], ids=["directory", "glob", "tar"])
-def test_a_path_with_a_colon_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ending: str) -> None:
+def test_a_path_with_a_colon_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     shards(tmp_path / name, 0)
     monkeypatch.chdir(tmp_path)
 
-    for start in ("", "./"):
-        assert [file.path for file in find_indexes([f"{start}{name}{ending}"])] == [Path(name, NAMES[0])]
-
-
-@pytest.mark.parametrize("ending", ["", "/", "/*.tar", "/{00000000-00000064,00000064-00000128}.tar"])
-def test_a_file_url_is_a_local_path(tmp_path: Path, ending: str) -> None:
-    expected = shards(tmp_path / "a b", 0, 64)
-
-    assert found(f"file://{tmp_path}/a%20b{ending}") == expected
+    for ending in ("", "/*.tar", "/00000000-00000064.tar"):
+        for start in ("", "./"):
+            assert [file.path for file in find_indexes([f"{start}{name}{ending}"])] == [Path(name, NAMES[0])]
