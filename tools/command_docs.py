@@ -1,6 +1,6 @@
-"""Write docs/commands.md, from the commands and the tools themselves: python tools/command_docs.py
+"""Write docs/commands.md from the commands and the tools themselves: python tools/command_docs.py
 
-What stands above the marker in that page is kept.
+Text above the marker in that page is kept.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Write the tables of docs/configuration.md, from the classes of the configuration: python tools/config_docs.py
+"""Write the tables of docs/configuration.md from the classes of the configuration: python tools/config_docs.py
 
-What stands above the marker in that page is kept.
+Text above the marker in that page is kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The end of `make demo`: a table, a loss curve and a picture grid of what the commands before it did.
+"""The end of `make demo`: a table, a loss curve and a grid of images that show the results of its commands.
 
 usage: python tools/demo_report.py DEMO
 
@@ -53,8 +53,8 @@ def main() -> None:
     draw_pictures(config, demo / "shards", find_checkpoint("latest", demo / "run"), demo / "pictures.png")
     print_table(summarise(find_indexes([demo / "shards"])), metrics)
     print(f"\n{demo}/loss.png      the loss curve")
-    print(f"{demo}/pictures.png  input, target, before, after, for rows that were kept out of training")
-    print("The model is tiny and random, so the images are noise; look at the validation loss, which falls.")
+    print(f"{demo}/pictures.png  input, target, before and after, for rows kept out of training")
+    print("The model is tiny and random, so the images are noise; watch the validation loss fall.")
 
 
 def print_table(summary: Summary, metrics: list[dict[str, Any]]) -> None:

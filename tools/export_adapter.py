@@ -1,15 +1,17 @@
-"""Write what a run has trained in a form that other programs load.
+"""Export a trained adapter in a form that other programs load.
 
     python tools/export_adapter.py CHECKPOINT --output FILE.safetensors [--format comfyui|diffusers] [--dtype DTYPE]
     python tools/export_adapter.py CHECKPOINT --merge --model MODEL --output FOLDER [--dtype DTYPE] [--scale S]
 
-CHECKPOINT is a checkpoint's folder, a run's train.output_dir, of which the latest checkpoint is taken, or a LoRA file.
+CHECKPOINT is a checkpoint's folder, a run's train.output_dir (its latest checkpoint), or a LoRA file.
 
-Without --merge the adapter becomes one file. The format comfyui is read by ComfyUI and by diffusers; diffusers is that
-of the checkpoint. With --merge the transformer of MODEL, a folder or a name on the Hugging Face hub, is written with
-the adapter merged into its weights; all of it is in memory meanwhile, 41 GB for Qwen-Image-Edit in bfloat16.
+Without --merge the adapter becomes one file. ComfyUI and diffusers both read the format comfyui; the format diffusers
+is that of the checkpoint. With --merge the tool writes the transformer of MODEL, a folder or a name on the Hugging
+Face Hub, with the adapter merged into its weights. Meanwhile all of it is in memory, 41 GB for Qwen-Image-Edit in
+bfloat16.
 
-Exit status: 0 if it is written, 1 if the adapter has a fault, 2 if called wrongly; the reason is on stderr, one line.
+Exit status: 0 if the output is written, 1 if the adapter has a fault, 2 for wrong usage. The reason is one line on
+stderr.
 """
 
 from __future__ import annotations
@@ -34,17 +36,19 @@ DTYPES = ("float16", "bfloat16", "float32")
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="an adapter for other programs, or merged into its model")
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--output", type=Path, required=True, help="what to write: FILE.safetensors, or a folder")
-    parser.add_argument("--format", choices=("comfyui", "diffusers"), help="of the file; default: comfyui")
-    parser.add_argument("--dtype", choices=DTYPES, help="of what is written; default: as stored")
-    parser.add_argument("--merge", action="store_true", help="write a transformer with the adapter in its weights")
-    parser.add_argument("--model", help="with --merge: the model that was trained, a folder or a name on the hub")
+    parser.add_argument("--output", type=Path, required=True, help="FILE.safetensors, or a folder, to write")
+    parser.add_argument("--format", choices=("comfyui", "diffusers"), help="format of the file; default: comfyui")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the output; default: as stored")
+    parser.add_argument(
+        "--merge", action="store_true", help="write a transformer with the adapter merged into its weights"
+    )
+    parser.add_argument("--model", help="with --merge: the trained model, a folder or a name on the Hub")
     parser.add_argument("--scale", type=float, help="with --merge: strength of the adapter; default: 1")
     given = parser.parse_args()
     if given.merge and (given.format or not given.model):
         parser.error("--merge needs --model, and takes no --format")
     if not given.merge and (given.model or given.scale is not None):
-        parser.error("--model and --scale are for --merge")
+        parser.error("--model and --scale need --merge")
     return given
 
 

@@ -3,30 +3,30 @@
     python tools/import_pt_cache.py CACHE --output DIR|URL --family edit|edit_plus [--model NAME] [--size WxH]
                                     [--control-size WxH]... [--dataset PATH] [--shard-size N] [--quiet]
 
-What it reads is what that project's EmbeddingCacheManager writes: a tensor a file, CACHE/<tensor>/<hash>.pt, without
-batch axis, and a JSON object for each row with the hash of each of its tensors: CACHE/metadata/<hash>.json, in releases
-before CACHE/<hash>_metadata.json. Before that there was none, and a file was named by a hash of its image's path and
-time and of the prompt: --dataset, the old dataset_path as it was written there, finds them as long as the images lie
-where they lay, untouched. Without it files of one name belong together, and a row whose files are named otherwise is
-refused, since nothing says which they are.
+The tool reads the files of that project's EmbeddingCacheManager: one tensor per file, CACHE/<tensor>/<hash>.pt,
+without batch axis, and for each row a JSON object with the hash of each of its tensors: CACHE/metadata/<hash>.json, or
+CACHE/<hash>_metadata.json in earlier releases. The first releases wrote no such object, and named a file by a hash of
+its image's path and time and of the prompt. --dataset, the old dataset_path exactly as it was configured, finds those
+files as long as the images are in their old place, untouched. Without --dataset, files of one name belong together,
+and the tool refuses a row whose files have different names, since nothing relates them.
 
-Nothing in a file is executed: it is read as tensors, or refused. So is a row of which a file is missing, damaged, or
-not finite. A refused row is listed, counted, and kept in the shards as a skipped row with its reason; the rest is
-imported.
+Nothing in a file is executed: the tool reads it as tensors, or refuses it. It also refuses a row with a file that is
+missing, damaged, or not finite. A refused row is listed, counted, and recorded in the shards as a skipped row with its
+reason; the other rows are imported.
 
-Latents are packed, 2×2 to a token, so their sizes have to be known: from `img_shapes`, where a cache has it, else in
-pixels from --size (targets) and --control-size (once for each control, in order). A row that does not fit is refused.
+Latents are packed, 2×2 to a token, so the tool needs their sizes: from `img_shapes` if the cache has it, else in pixels
+from --size (targets) and --control-size (once for each control, in order). It refuses a row that does not fit.
 
-A cache says neither from which images and prompts nor with which weights it was made (its embeddings are even found by
-the prompt alone, whatever the control was). So the recipe of these shards says that they are imported, instead of how;
---model is kept in it. A sample's key is the SHA-256 of its tensors under that recipe. qie-train takes the shards with
---accept-recipe; qie-precompute never takes one of them for a row of its own. The prompts' texts are lost but with
+A cache does not record the images, prompts and weights that it was made from (its embeddings are even found by the
+prompt alone, whatever the control was). The recipe of these shards therefore says only that they are imported; it
+keeps --model. A sample's key is the SHA-256 of its tensors under that recipe. qie-train accepts the shards with
+--accept-recipe; qie-precompute never uses one of their records for a row. The texts of prompts are lost, except with
 --dataset; masks were never cached.
 
-The first releases cached no null prompt. Such rows are imported without one: qie-train takes them with
+The first releases cached no null prompt. Such rows are imported without one: qie-train accepts them with
 data.caption_dropout_rate: 0, and refuses them otherwise.
 
-Exit status: 0 if all is imported, 1 if rows were refused, 2 if called wrongly; the reasons are on stderr.
+Exit status: 0 if every row is imported, 1 if rows were refused, 2 for wrong usage. The reasons are on stderr.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def named_by_images(cache: Path, dataset: str) -> list[Cached]:
     )
     if targets is None or controls is None:
         expected = f"{'|'.join(TARGET_FOLDERS)} and {'|'.join(CONTROL_FOLDERS)}"
-        raise UsageError("this is no dataset of qwen-image-finetune", where=dataset, expected=expected)
+        raise UsageError("this is not a dataset of qwen-image-finetune", where=dataset, expected=expected)
     rows = []
     for image in sorted(Path(targets).iterdir()):
         caption, beside = image.with_suffix(".txt"), (f"{controls}{image.stem}{end}" for end in SUFFIXES)
@@ -299,9 +299,9 @@ def parse_shapes(shapes: Any) -> tuple[Size, ...]:
             [shapes] = shapes
         sizes = tuple((int(height) // units[kind], int(width) // units[kind]) for kind, height, width in shapes)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise RowError("its img_shapes are none") from error
+        raise RowError("its img_shapes are malformed") from error
     if any(side < 1 for size in sizes for side in size) or not sizes:
-        raise RowError("its img_shapes are none")
+        raise RowError("its img_shapes are malformed")
     return sizes
 
 
@@ -325,7 +325,7 @@ def unpadded(embed: torch.Tensor, mask: torch.Tensor, what: str) -> torch.Tensor
     length = int(mask.bool().sum())  # as bool: FP16, in which masks are cached, counts to 2048
     due = torch.arange(len(mask)) < length
     if length < 1 or len(mask) != len(embed) or not torch.equal(mask.float(), due.float()):
-        raise RowError(f"{what}'s mask is not that of {len(embed)} tokens with padding behind them")
+        raise RowError(f"{what}'s mask is not that of {len(embed)} tokens followed by padding")
     return embed[:length]
 
 
@@ -401,7 +401,7 @@ def tell(line: str) -> None:
 def size(text: str) -> Size:
     match = re.fullmatch(r"(\d+)[x×](\d+)", text)
     if not match or min(int(match[1]), int(match[2])) < PATCH_PX:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 832x576, in pixels")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in pixels, such as 832x576")
     return int(match[2]) // PATCH_PX, int(match[1]) // PATCH_PX
 
 
@@ -409,13 +409,24 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="a cache of qwen-image-finetune as shards")
     parser.add_argument("cache", type=Path, metavar="CACHE")
     parser.add_argument("--output", required=True, metavar="DIR|URL")
-    parser.add_argument("--family", required=True, choices=sorted(FAMILIES), help="of the model that it was made for")
-    parser.add_argument("--model", default="an unknown model", metavar="NAME", help="with which it was made")
-    parser.add_argument("--size", type=size, metavar="WxH", help="of all targets, in pixels")
-    parser.add_argument("--control-size", type=size, action="append", default=[], metavar="WxH", help="of each control")
+    parser.add_argument(
+        "--family", required=True, choices=sorted(FAMILIES), help="family of the model that the cache was made for"
+    )
+    parser.add_argument(
+        "--model", default="an unknown model", metavar="NAME", help="model that the cache was made with"
+    )
+    parser.add_argument("--size", type=size, metavar="WxH", help="size of all targets, in pixels")
+    parser.add_argument(
+        "--control-size",
+        type=size,
+        action="append",
+        default=[],
+        metavar="WxH",
+        help="size of each control, in pixels; repeatable",
+    )
     parser.add_argument("--dataset", metavar="PATH", help="old dataset_path, for a cache without metadata")
     parser.add_argument("--shard-size", type=int, default=64, metavar="N", help="rows per shard; default: 64")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     given = parser.parse_args()
     if given.shard_size < 1:
         parser.error("--shard-size is at least 1")

@@ -8,8 +8,8 @@
     OUT/training_images/<stem>.txt   the instruction that asks for the edit
 
 A stem names the photograph and the edit: `astronaut-sepia`. Nothing is downloaded and nothing is random: the same
-libraries write the same bytes each run. OUT may hold an earlier run, whose surplus rows are removed; an OUT that
-holds anything else is left alone. Needs scikit-image: pip install "qie[demo]".
+libraries write the same bytes each run. OUT may hold an earlier run, whose surplus rows are removed; the tool leaves an
+OUT with other files alone. Needs scikit-image: pip install "qie[demo]".
 """
 
 from __future__ import annotations
@@ -229,7 +229,9 @@ def fail(message: str) -> NoReturn:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write an image-editing dataset from scikit-image's photographs.")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write: new, empty, or from an earlier run")
-    parser.add_argument("--rows", metavar="N", type=int, default=DEFAULT_ROWS, help="rows to write (%(default)s)")
+    parser.add_argument(
+        "--rows", metavar="N", type=int, default=DEFAULT_ROWS, help="number of rows to write (%(default)s)"
+    )
     args = parser.parse_args()
     out: Path = args.out
     available = all_rows()

@@ -2,10 +2,9 @@
 
     python tools/make_tiny_model.py OUT [--family edit|edit_plus] [--seed N]
 
-The code that loads the released model loads this one. The two families also differ in how they lie on disk, so
-that both forms are covered: `edit` has one file a model and a hub-style `preprocessor_config.json`, `edit_plus` has
-sharded models and the newer `processor_config.json`. The bytes depend on the family, the seed and the versions of the
-libraries alone.
+The code that loads the released model loads this one. The two families differ in their files, so that both layouts are
+covered: `edit` has one file per component and a hub-style `preprocessor_config.json`, `edit_plus` has sharded weights
+and the newer `processor_config.json`. The bytes depend only on the family, the seed and the versions of the libraries.
 """
 
 # ruff: noqa: E402 - what libraries say while they are imported is silenced before that

@@ -1,9 +1,9 @@
-"""Read and check a shard with Python's standard library alone; all that this script knows is docs/format.md.
+"""Read and check a shard with Python's standard library alone. This script knows nothing but docs/format.md.
 
     python tools/read_shard.py SHARD.tar          check the shard and list its rows
     python tools/read_shard.py SHARD.tar KEY      check one record and print it; KEY may be a unique prefix
 
-Exit status: 0 if all is well, 1 if the shard has faults (one line for each, on stderr), 2 if called wrongly.
+Exit status: 0 for a sound shard, 1 for one with faults (one line for each, on stderr), 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -131,18 +131,18 @@ def payload(index: Json, key: str, tar: memoryview) -> memoryview:
     """The bytes of one record, after a look at where the index puts them, and at their hash."""
     place = index["files"][f"{key}.safetensors"]
     if not 512 <= place["offset"] <= place["offset"] + place["size"] <= len(tar):
-        raise ValueError(f"offset {place['offset']} and size {place['size']} lead out of the tar")
+        raise ValueError(f"offset {place['offset']} and size {place['size']} lead outside the tar")
     record = tar[place["offset"] : place["offset"] + place["size"]]
     if hashlib.sha256(record).hexdigest() != place["sha256"]:
-        raise ValueError("the record's sha256 is not that of the index")
+        raise ValueError("the record's sha256 differs from the index")
     return record
 
 
 def size_of(tensor: Json) -> int:
     if not all(isinstance(extent, int) and extent >= 0 for extent in tensor["shape"]):
-        raise ValueError(f"no shape: {tensor['shape']}")
+        raise ValueError(f"not a shape: {tensor['shape']}")
     if tensor["dtype"] not in DTYPES:
-        raise ValueError(f"no dtype: {tensor['dtype']!r}")
+        raise ValueError(f"not a dtype: {tensor['dtype']!r}")
     return prod(tensor["shape"]) * DTYPES[tensor["dtype"]][1]
 
 
@@ -156,7 +156,7 @@ def parse(record: memoryview) -> tuple[Json, dict[str, Json], memoryview]:
     for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         due = [end, end + size_of(tensor)]
         if tensor["data_offsets"] != due:
-            raise ValueError(f"{name} has data_offsets {tensor['data_offsets']} where {due} are due")
+            raise ValueError(f"{name} has data_offsets {tensor['data_offsets']} instead of {due}")
         end = due[1]
     if end != len(data):
         raise ValueError(f"the record's tensors end at {end}, its bytes at {len(data)}")

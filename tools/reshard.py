@@ -4,16 +4,16 @@
                             [--drop-keys FILE] [--renumber] [--quiet]
 
 SHARDS are folders, globs or patterns with braces such as {a,b}/*.tar, paths or URLs, of one recipe. Rows keep their
-numbers and records their bytes: the output is what qie-precompute would have written with that shard size. Several
-places that number their rows alike, such as the shards of two sources, are merged with --renumber: each place's rows
-are numbered on from those of the place before.
+numbers and records their bytes: the output is the one that qie-precompute would have written with that shard size. To
+merge several places with the same row numbers, such as the shards of two sources, use --renumber: the rows of each
+place continue the numbers of the place before.
 
---rows copies the rows [A, B), by their new numbers; A- means all from A. --only-source and --drop-keys (one key, 64 hex
-characters, a line) leave samples out; their rows are listed as skipped, with the reason. Run again after it was
-stopped, it copies what is missing.
+--rows copies the rows [A, B), by their new numbers; A- means all from A. --only-source and --drop-keys (one key per
+line, 64 hex characters) leave samples out; their rows are listed as skipped, with the reason. After an interruption,
+run the tool again: it copies the missing shards.
 
-Exit status: 0 if all is copied, 1 if a shard has a fault, a key to be dropped is nowhere, or no sample is left, 2 if
-called wrongly; the reason is on stderr.
+Exit status: 0 if everything is copied, 1 if a shard has a fault, a key to drop is not found, or no sample is left, 2
+for wrong usage. The reason is on stderr.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("shards", nargs="+", metavar="SHARDS")
     parser.add_argument("--output", required=True, metavar="DIR|URL")
     parser.add_argument("--shard-size", type=int, default=64, metavar="N", help="rows per shard; default: 64")
-    parser.add_argument("--rows", type=rows, metavar="A-B", help="the rows [A, B) only")
-    parser.add_argument("--only-source", metavar="NAME", help="samples of this source only")
-    parser.add_argument("--drop-keys", type=Path, metavar="FILE", help="leave out these keys, one a line")
+    parser.add_argument("--rows", type=rows, metavar="A-B", help="copy the rows [A, B) only")
+    parser.add_argument("--only-source", metavar="NAME", help="copy samples of this source only")
+    parser.add_argument("--drop-keys", type=Path, metavar="FILE", help="leave out these keys, one per line")
     parser.add_argument("--renumber", action="store_true", help="continue the row numbers from place to place")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     return parser.parse_args()
 
 
 def rows(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)-(\d*)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range such as 0-6400 or 6400-")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range such as 0-6400 or 6400-")
     return int(match[1]), int(match[2] or EVER)
 
 
@@ -57,7 +57,7 @@ def keys(path: Path) -> frozenset[str]:
     lines = local_path(path).read_text(encoding="utf-8", errors="replace").split()
     for line in lines:
         if not re.fullmatch("[0-9a-f]{64}", line):
-            raise UsageError("this is no key", where=path, expected="64 hex characters a line", found=line[:100])
+            raise UsageError("this is not a key", where=path, expected="64 hex characters per line", found=line[:100])
     return frozenset(lines)
 
 
@@ -89,7 +89,7 @@ def told(report: Resharded, dropped: int) -> int:
         f"{report.skipped} skipped rows, {report.left_out} left out"
     )
     if len(report.dropped) < dropped:
-        print(f"error: {dropped - len(report.dropped)} of {dropped} keys to drop are in no shard", file=sys.stderr)
+        print(f"error: {dropped - len(report.dropped)} of {dropped} keys to drop were not found", file=sys.stderr)
     if not report.samples:
         print("error: no sample is left", file=sys.stderr)
     return int(len(report.dropped) < dropped or not report.samples)

@@ -1,4 +1,4 @@
-"""For mkdocs (hooks of mkdocs.yml): what pages link to outside of docs/ is part of the site.
+"""Hooks of mkdocs.yml: files outside docs/ that pages link to become part of the site.
 
 On GitHub a page in docs/ links to `../configs/demo.yaml`, and CHANGELOG.md to `docs/format.md`. In the site docs/ is
 the root, so both lose a step. Files are added as they are, and the pages below are added as pages.

@@ -15,7 +15,7 @@ from qie.config.schema import Config
 
 _ARGUMENTS = "optimizer.init_args"
 _BOTH = "none: qie-precompute writes latents and embeddings, always"
-_BY_CONTENT = "none: what changed is found by its content"
+_BY_CONTENT = "none: qie finds changes by content"
 _CONTROLS = "none: controls get the model's area in their own proportions"
 _DIFFUSERS = "none: the model is one folder in the diffusers layout, model.pretrained_model_name_or_path"
 _LEVELS = "loss.timestep_sampling, with loss.logit_std and loss.shift"
@@ -34,7 +34,7 @@ MOVED = {
     "control_path": "data.source, a folder with training_images/ and control_images/",
     "path": "data.source, a folder with training_images/ and control_images/",
     "image_jsonl_file": "data.source",
-    "mask_path": "none: masks lie beside the targets, as x_mask.png",
+    "mask_path": "none: masks are next to the targets, as x_mask.png",
     "cache_directory": "cache.cache_dir",
     "image_size": f"{_SIDES}, or data.buckets_px",
     "target_size": f"{_SIDES}, or data.buckets_px",
@@ -70,7 +70,7 @@ MOVED = {
     "shuffle_tags": "none: further captions of a row are variants, cache.variants",
     "caption_prefix": "none: write it into the captions",
     "trigger_word": "none: write it into the captions",
-    "skip_empty_caption": "none: a row without a caption is skipped, and listed",
+    "skip_empty_caption": "none: a row without a caption is skipped and listed",
     "multiple_target": "none: a row has one target",
     "frame_buckets": "none: rows are images",
     # Cache
@@ -109,9 +109,9 @@ MOVED = {
     "network_weights": "model.lora.continue_from",
     "init_from_existing": "model.lora.continue_from",
     "adapter_name": "none: further adapters are model.adapters",
-    "base_weights": "model.adapters, beside the model",
+    "base_weights": "model.adapters, not merged into the model",
     "base_weights_multiplier": "scale of an entry of model.adapters",
-    "fuse_adapters": "model.adapters, beside the model",
+    "fuse_adapters": "model.adapters, not merged into the model",
     "model.quantize: true": "model.quantize: fp8",
     "model.quantize: false": "model.quantize: null",
     "qtype": "model.quantize: fp8, int8 or nf4",

@@ -314,8 +314,8 @@ def test_a_flipped_payload_bit_is_a_fault_of_its_rows(tar: Path) -> None:
     sha256, first, again = faults(tar)
 
     assert sha256.startswith("tar: sha256: ")
-    assert first == "row 0: the record's sha256 is not that of the index"
-    assert again == "row 3: the record's sha256 is not that of the index"
+    assert first == "row 0: the record's sha256 differs from the index"
+    assert again == "row 3: the record's sha256 differs from the index"
     assert faults(tar, PLAIN.key) == [first, again]
     assert run(tar, RICH.key).returncode == 0
 
@@ -394,13 +394,13 @@ RECORD_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object
     "prefix": (lambda header, about: about.update(shared_prefix=4), "row 0: empty_prompt_embed: "),
     "long prefix": (lambda header, about: about.update(shared_prefix=99), "row 0: shared_prefix: 99 where 7 is due"),
     "no tensor": (lambda header, about: header.pop("prompt_embeds_mask"), "row 0: "),
-    "dtype": (lambda header, about: header["prompt_embed"].update(dtype="F32"), "row 0: no dtype: 'F32'"),
+    "dtype": (lambda header, about: header["prompt_embed"].update(dtype="F32"), "row 0: not a dtype: 'F32'"),
     "shape": (lambda header, about: header["prompt_embed"].update(shape=[8, 9]), "row 0: prompt_embed: "),
     "size": (lambda header, about: header["prompt_embed"].update(shape=[9, 9]), "row 0: prompt_embed has data_offsets"),
-    "negative": (lambda header, about: header["prompt_embed"].update(shape=[-9, -8]), "row 0: no shape: [-9, -8]"),
+    "negative": (lambda header, about: header["prompt_embed"].update(shape=[-9, -8]), "row 0: not a shape: [-9, -8]"),
     "offsets": (
         lambda header, about: header["prompt_embed"].update(data_offsets=[0, 144]),
-        "row 0: control_latent has data_offsets [0, 768] where [144, 912] are due",
+        "row 0: control_latent has data_offsets [0, 768] instead of [144, 912]",
     ),
 }
 

@@ -241,12 +241,12 @@ IMAGE, PROMPT, MASK = "image_latents/imagerow1.pt", "prompt_embeds/promptrow1.pt
         (lambda cache: (cache / "metadata/row1.json").write_text("{}"), "it has no image_latents"),
         (_metadata(image_latents="../../x"), "names a file that cannot be the cache's: '../../x'"),
         (_metadata(img_shapes="../x"), "names a file that cannot be the cache's"),
-        (_metadata(img_shapes=[[1, -2, -3], [1, 2, 3]]), "its img_shapes are none"),
-        (_metadata(img_shapes=[["a"]]), "its img_shapes are none"),
-        (_metadata(img_shapes=[]), "its img_shapes are none"),
+        (_metadata(img_shapes=[[1, -2, -3], [1, 2, 3]]), "its img_shapes are malformed"),
+        (_metadata(img_shapes=[["a"]]), "its img_shapes are malformed"),
+        (_metadata(img_shapes=[]), "its img_shapes are malformed"),
         (_metadata(img_shapes=[[1, 3, 3], [1, 2, 3]]), "pixel_latent is [6, 64], which is not 48×48 px"),
         (_metadata(img_shapes=[[1, 2, 3]] * 3), "it has 2 controls, which edit does not take"),
-        (_metadata(img_shapes=[[1, 2, 3]]), "its img_shapes are none"),
+        (_metadata(img_shapes=[[1, 2, 3]]), "its img_shapes are malformed"),
         (_write(IMAGE, torch.zeros(6, 32)), "pixel_latent is [6, 32], which is not 48×32 px packed to 64 channels"),
         (_write(IMAGE, torch.zeros(16, 1, 4, 6)), "pixel_latent is [16, 1, 4, 6], expected 2 dimensions"),
         (_write(IMAGE, torch.full((6, 64), float("nan"))), "pixel_latent contains NaN or infinity"),
@@ -377,7 +377,7 @@ def test_a_cache_without_null_prompts_trains_where_no_caption_is_dropped(
     [one] = imported(tmp_path / "new")
     assert len(one.empty_prompt_embed) == 0 and one.prompt == sample.prompt
     assert tool(tmp_path / "cache", "--output", tmp_path / "no", *size, "--dataset", tmp_path) == 2
-    assert "this is no dataset of qwen-image-finetune" in capsys.readouterr().err
+    assert "this is not a dataset of qwen-image-finetune" in capsys.readouterr().err
     assert summarise(published(tmp_path / "new"), verify=True).faults == []
     read = [sys.executable, ROOT / "tools" / "read_shard.py", next((tmp_path / "new").glob("*.tar")), one.key]
     assert "empty_prompt_embed " in subprocess.run(read, check=True, capture_output=True, text=True).stdout

@@ -213,7 +213,7 @@ def test_the_tool_copies_counts_and_exits_by_what_it_found(tool, tmp_path: Path,
     assert capsys.readouterr().out == "3 shards, 0 of them written before: 10 samples, 1 skipped rows, 1 left out\n"
     (tmp_path / "keys").write_text(f"{'0' * 64}\n")
     assert tool(tmp_path / "old", "--output", tmp_path / "all", "--drop-keys", tmp_path / "keys", "--rows", "8-") == 1
-    assert "1 of 1 keys to drop are in no shard" in capsys.readouterr().err
+    assert "1 of 1 keys to drop were not found" in capsys.readouterr().err
     assert tool(tmp_path / "old", "--output", tmp_path / "none", "--only-source", "x") == 1
     assert "no sample is left" in capsys.readouterr().err
 
@@ -223,7 +223,7 @@ def test_the_tool_copies_counts_and_exits_by_what_it_found(tool, tmp_path: Path,
     [
         (["{}/nowhere", "--output", "{}/new"], "no shards found"),
         (["{}/old", "--output", "{}/new", "--drop-keys", "{}/nowhere"], "No such file"),
-        (["{}/old", "--output", "{}/new", "--drop-keys", "{}/odd"], "this is no key"),
+        (["{}/old", "--output", "{}/new", "--drop-keys", "{}/odd"], "this is not a key"),
         (["{}/old", "--output", "pipe:touch {}/ran"], "shell"),
     ],
 )
