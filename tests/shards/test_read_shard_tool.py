@@ -362,7 +362,7 @@ INDEX_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "offset": (lambda v: v["files"][FILE].update(offset=1024), f"tar: place of {FILE}: "),
     "far offset": (lambda v: v["files"][FILE].update(offset=10**9), "row 0: offset 1000000000 and size "),
     "size": (lambda v: v["files"][FILE].update(size=100), f"tar: place of {FILE}: "),
-    "record's hash": (lambda v: v["files"][FILE].update(sha256=""), "row 0: the record's sha256 is not that of the"),
+    "record's hash": (lambda v: v["files"][FILE].update(sha256=""), "row 0: the record's sha256 differs from the"),
     "target": (lambda v: v["samples"][0]["shape"].update(target=[6, 4]), "row 0: pixel_latent: ('F16', [16, 1, 4, 6])"),
     "controls": (lambda v: v["samples"][1]["shape"]["controls"].reverse(), "row 1: control_shapes: [[16, 1, 2, 3], "),
     "tokens": (lambda v: v["samples"][0].update(tokens=8), "row 0: prompt_embed: ('F16', [9, 8]) where "),
