@@ -20,7 +20,7 @@ _EXPORTS = {
     "ShardSet": "qie.shards.shard_set",
     "Stream": "qie.data.stream",
     "load_config": "qie.config",
-    "open_accelerator": "qie.from_config",
+    "open_accelerator": "qie.training.processes",
     "open_encoder": "qie.from_config",
     "open_predictor": "qie.from_config",
     "open_pretrained": "qie.pretrained",

@@ -1,4 +1,4 @@
-"""From a configuration to its objects: encoder, rows, workers, accelerator, predictor. Streams: `qie.stream_chooser`.
+"""From a configuration to its objects: encoder, rows, workers, predictor. Streams: `qie.stream_chooser`.
 
 Each function imports its own libraries: a training run on shards loads no encoder, and precompute no accelerate.
 """
@@ -26,8 +26,6 @@ from qie.stages import Stages, quick_turns
 from qie.stores import Folder
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from qie.encode import Encoder
     from qie.inference import Predictor
     from qie.inference.sample_images import SampleImages
@@ -147,13 +145,6 @@ def variants(config: Config) -> Variants:
     return Variants(config.cache.variants, config.data.augment.flip, config.data.augment.crop)
 
 
-def open_accelerator(config: Config) -> Accelerator:
-    """Device, precision, processes and trackers of a training run; see `qie.training.processes.accelerator_of`."""
-    from qie.training.processes import accelerator_of
-
-    return accelerator_of(config)
-
-
 def open_predictor(config: Config, lora: str | Path | None = None, transformer: str | Path | None = None) -> Predictor:
     """The predictor of a configuration, on the devices of its section predict, its base quantized as model.quantize.
 
@@ -244,12 +235,6 @@ class LaterEncoder:
 
     def inspect(self, row: Row) -> Facts:
         return self._opened().inspect(row)
-
-    def encode(self, row: Row) -> Sample:
-        return self._opened().encode(row)
-
-    def encode_together(self, rows: Sequence[Row]) -> list[Sample | RowError]:
-        return self._opened().encode_together(rows)
 
     def _opened(self) -> RowEncoder:
         with self._lock:

@@ -46,13 +46,14 @@ def main(
     Ctrl-C finishes the current step, saves a checkpoint and exits with 0. Continue with --resume latest.
     """
     from qie.config import load_config
-    from qie.from_config import open_accelerator, open_samples
+    from qie.from_config import open_samples
     from qie.paths import local_path
     from qie.pretrained import open_pretrained
     from qie.quiet import quiet_libraries
     from qie.stream_chooser import open_training_stream
     from qie.training.checkpoint_folders import find_resume
     from qie.training.loop import train
+    from qie.training.processes import open_accelerator
 
     config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
     model = config.model

@@ -33,16 +33,10 @@ class RowEncoder(Protocol):
 
     @property
     def stages(self) -> Stages[Sequence[Row], list[Sample | RowError]]:
-        """The steps of `encode_together`, to be overlapped."""
+        """The steps from rows to the sample of each, or to why it has none: to be overlapped."""
 
     def inspect(self, row: Row) -> Facts:
         """The facts known without encoding. Raises RowError when the row cannot be encoded."""
-
-    def encode(self, row: Row) -> Sample:
-        """The row's sample. Raises RowError when it has none."""
-
-    def encode_together(self, rows: Sequence[Row]) -> list[Sample | RowError]:
-        """Each row's sample, or the reason why it has none."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from qie.devices import resolve_device, resolve_dtype
 from qie.encode import Encoder
 from qie.errors import GoneError, UsageError
 from qie.families import NULL_PROMPT
-from qie.from_config import open_accelerator, open_encoder, open_predictor, open_rows, variants
+from qie.from_config import open_encoder, open_predictor, open_rows, variants
 from qie.inference import Predictor, free, load_vae
 from qie.legacy.dataset import ImageDataset, pictures
 from qie.legacy.embedding_cache import check_cache_exists
@@ -37,6 +37,7 @@ from qie.training.model.adapter_file import ADAPTER_FILE, export_adapter, find_a
 from qie.training.model.load import load_scheduler
 from qie.training.model.lora import merge_adapter, save_adapter
 from qie.training.model.quantize import quantize_blocks
+from qie.training.processes import open_accelerator
 from qie.training.reporting.card import Reporter
 from qie.training.run import Run
 from qie.types import Batch, Row

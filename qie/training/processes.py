@@ -20,7 +20,7 @@ from qie.training.reporting.trackers import require_trackers
 _START = "start several processes with torchrun or accelerate launch; for one, unset WORLD_SIZE and LOCAL_RANK"
 
 
-def accelerator_of(config: Config) -> Accelerator:
+def open_accelerator(config: Config) -> Accelerator:
     """Device, precision, processes and trackers; torchrun and accelerate launch tell of them by environment variables.
 
     Raises:

@@ -9,9 +9,9 @@ import torch
 
 from qie.config import Config
 from qie.errors import QieError
-from qie.from_config import open_accelerator
 from qie.pretrained import open_pretrained
 from qie.training.model.trainable import TrainableModel
+from qie.training.processes import open_accelerator
 
 
 @pytest.fixture(params=[{"r": 2, "lora_dropout": 0.5}, None], ids=["LoRA", "all weights"])

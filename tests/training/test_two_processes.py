@@ -15,7 +15,7 @@ import torch
 from qie.config import Config
 from qie.devices import resolve_device
 from qie.errors import UsageError
-from qie.from_config import open_accelerator
+from qie.training.processes import open_accelerator
 from tests.conftest import ROOT
 from tests.training.runs import Bench, checkpoint
 
