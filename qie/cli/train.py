@@ -14,10 +14,13 @@ from qie.cli.common import Command, Progress, config_option, echo, explained, qu
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from accelerate import Accelerator
     from PIL import Image
 
+    from qie.config import Config
     from qie.stream_chooser import Telling
     from qie.training.loop import Listener
+    from qie.training.run import SampleGenerator
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,7 +49,6 @@ def main(
     Ctrl-C finishes the current step, saves a checkpoint and exits with 0. Continue with --resume latest.
     """
     from qie.config import load_config
-    from qie.from_config import open_samples
     from qie.paths import local_path
     from qie.pretrained import open_pretrained
     from qie.quiet import quiet_libraries
@@ -60,7 +62,7 @@ def main(
     pretrained = open_pretrained(model.pretrained_model_name_or_path, model.family, ("transformer", "scheduler"))
     quiet_libraries()
     accelerator = open_accelerator(config)
-    main_process, sharded = accelerator.is_main_process, accelerator.distributed_type == "FSDP"
+    main_process = accelerator.is_main_process
     if main_process:
         find_resume(resume, local_path(config.train.output_dir))  # before rows are looked at
     with (
@@ -75,13 +77,20 @@ def main(
             stream,
             accelerator,
             resume=resume,
-            # All processes of a sharded model compute together; else one generates, and the others need no encoder.
-            generate_samples=open_samples(config, accelerator.device) if main_process or sharded else None,
+            generate_samples=_generator(config, accelerator),
             listener=_listener(progress, local_path(config.train.output_dir)),
         )
     if main_process:
         state = "stopped" if outcome.interrupted else "done"
         echo(f"{state} after {outcome.step} steps; weights and state in {outcome.checkpoint}")
+
+
+def _generator(config: Config, accelerator: Accelerator) -> SampleGenerator | None:
+    """All processes of a sharded model compute together; else one generates, and the others need no encoder."""
+    from qie.from_config import open_samples
+
+    generates = accelerator.is_main_process or accelerator.distributed_type == "FSDP"
+    return open_samples(config, accelerator.device) if generates else None
 
 
 @contextmanager
