@@ -1,4 +1,4 @@
-"""Other libraries, kept quiet and lean: what they print and import beside the work."""
+"""Other libraries, kept quiet and lean: no messages, no needless imports."""
 
 from __future__ import annotations
 

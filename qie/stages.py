@@ -99,7 +99,7 @@ class Load:
 def quick_turns() -> None:
     """Let the threads of this process hand Python's lock on after 0.2 ms instead of 5.
 
-    For processes in which encoders work beside something else: qie-precompute and its workers, and whoever opens a
+    For processes in which encoders share the CPU with other work: qie-precompute and its workers, and every
     stream that encodes live. It holds until the process ends.
 
     A thread needs the lock between any two operations of a model. While another thread runs many small operations, as a

@@ -191,7 +191,7 @@ def _print(report: Report, folder: object) -> None:
         load = report.loads[report.bottleneck]
         echo(
             f"{report.rows / report.seconds:.2f} rows/s in {human_time(report.seconds)}; "
-            f"bottleneck: {report.bottleneck}, at work {load.share(report.seconds):.0%} of the time"
+            f"bottleneck: {report.bottleneck}, busy {load.share(report.seconds):.0%} of the time"
         )
     if report.clipped:
         echo(f"{report.clipped} values were beyond FP16's range and were clipped; qie-stats says where")

@@ -249,7 +249,7 @@ def _print(summary: Summary, verified: bool) -> None:
     for fault in summary.faults:
         echo(f"fault: {fault}", err=True)
     if verified and not summary.faults:
-        echo("verified: every shard is what its index says")
+        echo("verified: every shard matches its index")
     if verified and summary.unhashed:
         echo(f"note: {summary.unhashed} indexes have no hash of their own: an earlier qie wrote them")
 

@@ -95,7 +95,7 @@ def _generator(config: Config, accelerator: Accelerator) -> SampleGenerator | No
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Say how to go on after a second Ctrl-C, or one before the first step: the same command would start a new run."""
+    """Say how to resume after a second Ctrl-C, or one before the first step: the same command would start a new run."""
     try:
         yield
     except KeyboardInterrupt:
@@ -115,7 +115,7 @@ def _told(quiet: bool) -> Iterator[Telling]:
 
         def look(done: int, total: int) -> None:
             if not looking:
-                looking.append(bars.enter_context(Progress("looking at", total, "rows", quiet=quiet)))
+                looking.append(bars.enter_context(Progress("checking", total, "rows", quiet=quiet)))
             looking[0].at(done)
             if done == total:
                 bars.close()

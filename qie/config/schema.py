@@ -81,7 +81,7 @@ class Section(BaseModel):
     if not TYPE_CHECKING:  # or every attribute would be one to mypy
 
         def __getattr__(self, name: str) -> Any:
-            """For what is no field: old keys are answered with what to write instead."""
+            """For a name that is not a field: old keys get their replacement."""
             if name.startswith("_"):  # what pydantic and Python ask for, even while sections are being made
                 return super().__getattr__(name)
             from qie.config.renamed import moved, within

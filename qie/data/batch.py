@@ -85,7 +85,7 @@ _rooms = _Rooms()
 
 
 def _padded(embeddings: Sequence[torch.Tensor], pinned: bool) -> torch.Tensor:
-    """[L_i, D] each to [B, longest L, D], with zeros behind the shorter ones."""
+    """[L_i, D] each to [B, longest L, D], padded with zeros at the end."""
     longest, width = max(map(len, embeddings)), embeddings[0].shape[1]
     padded = _room(embeddings[0], (len(embeddings), longest, width), pinned)
     for slot, embedding in zip(padded, embeddings, strict=True):
@@ -114,7 +114,7 @@ def _copy(slot: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _mask(lengths: list[int]) -> torch.Tensor | None:
-    """[B, longest L] bool: true where a token is no padding; None where none is, which attention computes faster."""
+    """[B, longest L] bool: true where a token is not padding; None without padding, which attention computes faster."""
     longest = max(lengths)
     return None if min(lengths) == longest else torch.arange(longest) < torch.tensor(lengths)[:, None]
 

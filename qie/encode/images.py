@@ -63,7 +63,7 @@ def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_I
         max_px: larger images are refused before they are decoded.
 
     Raises:
-        RowError: the file is no image, is truncated or damaged, larger than `max_px`, longer than 200 times its width,
+        RowError: the file is not an image, is cut or damaged, larger than `max_px`, longer than 200 times its width,
             or of a depth whose range is unknown.
     """
     try:

@@ -135,7 +135,7 @@ class CacheConfig:
         """The hash by which `EmbeddingCacheManager` knows `value`: 64 hex characters, of its extractor or itself.
 
         Raises:
-            UsageError: it is no text, bytes or number, and there is no extractor that makes one of it.
+            UsageError: it is not text, bytes or a number, and no extractor turns it into one.
         """
         extractors = self.key_extractors
         extractor = extractors if callable(extractors) else extractors.get(encoder)

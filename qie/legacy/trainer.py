@@ -412,7 +412,7 @@ class QwenImageEditTrainer:
     def save_checkpoint(self, epoch: int | None = None, global_step: int | None = None) -> Path:
         """Write a checkpoint of one's own loop over `stream`, and give its folder. Now: `train.checkpoint_every`.
 
-        A run that resumes from it goes on after the last batch that `stream` gave. `epoch` is ignored.
+        A run that resumes from it continues after the last batch that `stream` gave. `epoch` is ignored.
         """
         if epoch is not None:
             ignored("epoch", "the state of the stream")
@@ -459,7 +459,7 @@ class QwenImageEditTrainer:
             seed: of the noise.
 
         Raises:
-            UsageError: something is no image or no prompt, their numbers do not fit, or tensors are given.
+            UsageError: an argument is not an image or a prompt, their numbers do not fit, or tensors are given.
         """
         if any(given is not None for given in (image_latents, prompt_embeds, prompt_embeds_mask)):
             raise UsageError("predict takes images and prompts, no tensors", hint="qie.inference.generate takes both")

@@ -129,5 +129,5 @@ class Pace:
         return begins and self.compared > 0
 
     def to_dict(self) -> dict[str, Any]:
-        """For a log, beside the report."""
+        """For a log, next to the report."""
         return {"rows_total": self.total, "remaining_s": self.remaining_s}

@@ -134,7 +134,7 @@ def read_compact(folder: Folder) -> Compact | None:
 
 @dataclass(frozen=True)
 class _About:
-    """What it says beside its columns."""
+    """Its content besides the columns."""
 
     recipe: Recipe
     shards: tuple[CompactShard, ...]

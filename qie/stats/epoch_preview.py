@@ -60,7 +60,7 @@ def preview_epoch(indexes: Sequence[File], *, batch_size: int, world: int, seed:
 
     Raises:
         RecipeMismatchError: the shards are of several recipes.
-        ShardError: an index is damaged, or there is no sample at all.
+        ShardError: an index is damaged, or the shards hold no sample.
         UsageError: the global batch is too large.
     """
     require_batch_size(batch_size * world)

@@ -32,7 +32,7 @@ class StoreError(QieError):
 
 
 class MissingError(StoreError):
-    """There is no file of that name."""
+    """No such file."""
 
 
 class ChangedError(StoreError):

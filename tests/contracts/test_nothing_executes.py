@@ -75,7 +75,7 @@ def test_all_that_is_printed_goes_through_one_function() -> None:
     assert calls == ["common.py"]
 
 
-STEERING = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e\r\nverified: every shard is what its index says"
+STEERING = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e\r\nverified: every shard matches its index"
 
 
 def test_what_an_index_says_steers_no_terminal_and_looks_like_no_line_of_ours(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class JsonlSource:
 
 
 def _parsed(content: bytes, where: str) -> dict[str, object]:
-    """A line of JSON. Raises RowError when it is no object, or has a key twice."""
+    """A line of JSON. Raises RowError when it is not an object, or has a key twice."""
     try:
         value = json.loads(content.decode(), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:

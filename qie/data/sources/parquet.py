@@ -50,7 +50,7 @@ class ParquetFile:
 class ParquetSource:
     """Rows of one or more parquet files of equal columns.
 
-    Parquet cannot be read by the row: a row group is read whole, and the last ones are kept for the rows beside it.
+    Parquet cannot be read by the row: a row group is read whole, and the last ones are kept for neighbouring rows.
     Rows in order cost little; rows in random order cost a row group each: for live training, write small ones.
     """
 
@@ -63,7 +63,7 @@ class ParquetSource:
         """Read the files' footers, and the rows' names if they have any.
 
         Raises:
-            SourceError: a file is not there, is no parquet, has other columns than the first or lacks one, there are
+            SourceError: a file is missing, is not Parquet, has other columns than the first or lacks one, there are
                 no rows, two have one name, or pyarrow is not installed.
         """
         opened: list[ParquetFile] = []
@@ -150,7 +150,7 @@ class Groups:
 
 @contextmanager
 def _opened(file: File) -> Iterator[Any]:
-    """The file, opened by pyarrow. Raises SourceError when it is not there or is no parquet."""
+    """The file, opened by pyarrow. Raises SourceError when it is missing or is not Parquet."""
     reader = library("pyarrow.parquet")
     source_size(file)
     with file.open() as stream:

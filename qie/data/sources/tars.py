@@ -173,7 +173,7 @@ class TarSource:
 
 
 def _cells(tar: TarRows, row: int) -> Cells:
-    """The cells of a row. Raises RowError for two members of one role, or a text that is no UTF-8."""
+    """The cells of a row. Raises RowError for two members of one role, or a text that is not UTF-8."""
     where = f"{tar.file}, {tar.key(row)}"
     members = tar.row(row)
     endings: dict[str, str] = {}

@@ -241,7 +241,7 @@ def _require_targets(transformer: QwenImageTransformer2DModel, targets: list[str
 
 
 def _attach(transformer: QwenImageTransformer2DModel, lora: AdapterFile, name: str, key: str) -> None:
-    """Load an adapter beside the weights, all of it: diffusers only warns of tensors that have no place.
+    """Load all of an adapter onto the weights: diffusers only warns of tensors that have no place.
 
     Dropout is not among its settings: an adapter that is not trained drops nothing.
     """

@@ -45,8 +45,9 @@ _HIDDEN = "***"
 # A README.md without it is someone's own, and stays.
 _MARK = "<!-- Written by qie-train, and written again at each of its checkpoints as long as this line is in it. -->"
 
-_FOR_COMFYUI = """ ComfyUI ignores the scale in this file: give it one that `tools/export_adapter.py` of qie has written
-from it."""
+_FOR_COMFYUI = (
+    """ ComfyUI ignores the scale in this file; `tools/export_adapter.py` of qie writes a file for ComfyUI."""
+)
 
 
 @dataclass(frozen=True)
@@ -239,11 +240,11 @@ def card_text(report: RunReport, *, on_hub: bool, license: str | None = None) ->
 
 # {title}
 
-To be loaded with diffusers, here from the folder of this page; on the hub, `"."` is the name of the repository:
+Load it with diffusers. `"."` is the folder of this page; to load it from the Hub, write the name of the repository:
 
 {_block("python", _snippet(report, adapter))}
 
-Then `pipe(image=…, prompt=…).images[0]` is the edited image.{_FOR_COMFYUI if adapter else ""}
+`pipe(image=…, prompt=…).images[0]` is then the edited image.{_FOR_COMFYUI if adapter else ""}
 
 | | |
 |---|---|
@@ -283,7 +284,7 @@ def _facts(report: RunReport) -> dict[str, str]:
         "samples": report.samples,
         "data": _code(report.data_digest),
         "recipe": _code(report.recipe_digest),
-        "recipe, other than the configuration's": "; ".join(report.accepted),
+        "recipe, differences from the configuration's": "; ".join(report.accepted),
         "devices": ", ".join(f"{count} × {_code(name)}" for name, count in Counter(report.devices).items()),
         "peak memory, bytes": _number(report.peak_memory_bytes, ",d"),
         "samples per second": _number(report.samples_per_s, ".2f"),

@@ -83,7 +83,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOPs of a step beside those of the device: `peak` FLOP/s, None where that is not known."""
+    """FLOPs of a step, compared with those of the device: `peak` FLOP/s, None if unknown."""
 
     architecture: Architecture
     all_trained: bool
