@@ -9,16 +9,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qie.errors import RowError
 from qie.recipe import Recipe, canonical_json, json_hash
 from qie.shards.index import Entry, ShardIndex, Skipped
 from qie.shards.record import encode
 from qie.shards.writer import ShardWriter
 from qie.stores import Folder
 from qie.types import Row, Sample, Shape
+
+if TYPE_CHECKING:
+    from qie.encode.encoder import Encoder, PreparedRow
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = Recipe(
@@ -176,6 +180,24 @@ def assert_same(one: Sample, other: Sample) -> None:
     assert all(map(same_bits, one.control_latent, other.control_latent))
     for name in TENSORS:
         assert same_bits(getattr(one, name), getattr(other, name)), name
+
+
+def prepared(encoder: Encoder, row: Row) -> PreparedRow:
+    """What both models and the sample get of a row's images: quick, as no weights are needed."""
+    prepare, *_ = encoder.stages
+    (found,) = prepare.work([row])
+    if isinstance(found, RowError):
+        raise found
+    return found
+
+
+def assert_prepared_alike(one: PreparedRow, other: PreparedRow) -> None:
+    """Bit for bit, so that the samples are, too."""
+    parts = [
+        (row.target, *row.controls, row.patches.values, row.patches.grids, row.loss_mask, row.thumbnail)
+        for row in (one, other)
+    ]
+    assert all(map(same_bits, *parts)) and len(parts[0]) == len(parts[1])
 
 
 def mutated_json(text: str, dice: random.Random) -> str:

@@ -24,6 +24,7 @@ from qie.encode.encoder import PreparedRow, decode_row
 from qie.errors import RowError
 from qie.shards.record import encode as to_record
 from qie.types import Row, Sample
+from tests.builders import assert_prepared_alike, prepared
 
 HEIGHT, WIDTH = 24, 40
 ORIENTATION = 0x0112
@@ -379,14 +380,6 @@ def row_of(target: bytes, control: bytes, mask: bytes | None = None) -> Row:
     return Row(0, "odd", target, (control,), "make it night", mask)
 
 
-def prepared(encoder: Encoder, row: Row) -> PreparedRow:
-    """A row before its images meet the models."""
-    prepare, *_ = encoder.stages
-    (found,) = prepare.work([row])
-    assert isinstance(found, PreparedRow), found
-    return found
-
-
 @pytest.fixture(scope="module")
 def plain(encoder: Encoder) -> Callable[[Picture], PreparedRow]:
     """A row whose images are both the plain PNG of a picture."""
@@ -396,14 +389,6 @@ def plain(encoder: Encoder) -> Callable[[Picture], PreparedRow]:
         return prepared(encoder, row_of(content, content))
 
     return prepare
-
-
-def assert_alike(one: PreparedRow, other: PreparedRow) -> None:
-    for mine, theirs in zip((one.target, *one.controls), (other.target, *other.controls), strict=True):
-        assert torch.equal(mine, theirs)
-    assert torch.equal(one.patches.values, other.patches.values)
-    assert torch.equal(one.patches.grids, other.patches.grids)
-    assert one.thumbnail is None is other.thumbnail or torch.equal(one.thumbnail, other.thumbnail)
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -418,7 +403,7 @@ def test_an_odd_image_is_seen_as_its_plain_twin(
     content, twin = SEEN[name]
     row, expected = row_of(content, content), plain(twin)
     found = prepared(encoder, row)
-    assert_alike(found, expected)
+    assert_prepared_alike(found, expected)
     assert encoder.inspect(row)[1:] == encoder.inspect(expected.row)[1:]
     images = ("the target", "control 1") if name in SEVERAL_FRAMES else ()
     assert found.notes == tuple(f"{image} has several frames: the first is used" for image in images)
