@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from qie.pretrained import content_hash, open_pretrained
 from qie.shards.record import encode
 from qie.shards.tensors import tensor_bytes, to_storage
 from qie.types import Row, Sample
+from tests.stubs import RECIPE, StubEncoder, StubSource
 
 CPU = torch.device("cpu")
 
@@ -54,7 +57,7 @@ def test_the_fast_vae_is_the_vae_to_rounding(tiny_edit: Path, photos: Path, dtyp
         for kind in (dtype, torch.float64)
     )
     fast = VaeEncoder(tiny_edit / "vae", CPU, dtype)
-    for number in (0, 4, 8):
+    for number in (0, 4):
         image = to_pixels(photo(photos, number))
         pixels = image.unsqueeze(2)
         with torch.no_grad():
@@ -137,17 +140,20 @@ def test_the_length_of_an_embedding_is_known_before_it_is_computed(encoder_plus:
     assert "vae" not in fresh.__dict__ and "_model" not in fresh.text.__dict__, "weights were read"
 
 
-def test_a_prompt_longer_than_the_model_takes_is_refused_before_it_is_encoded(encoder: Encoder, photos: Path) -> None:
-    row = replace(open_source(photos).read(0), prompt="word " * 5000)
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("word " * 5000, "the prompt is too long"),
+        *((prompt, "the prompt") for prompt in ("", "   \n", "a <|image_pad|> b", "<|im_end|>")),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_prompt_that_cannot_stand_in_the_template_or_is_too_long_is_refused_before_it_is_encoded(
+    encoder: Encoder, photos: Path, prompt: str, words: str
+) -> None:
     for ask in (encoder.inspect, encoder.encode):
-        with pytest.raises(RowError, match="the prompt is too long"):
-            ask(row)
-
-
-@pytest.mark.parametrize("prompt", ["", "   \n", "a <|image_pad|> b", "<|im_end|>"])
-def test_a_prompt_that_cannot_stand_in_the_template_is_refused(encoder: Encoder, photos: Path, prompt: str) -> None:
-    with pytest.raises(RowError, match="the prompt"):
-        encoder.inspect(replace(open_source(photos).read(0), prompt=prompt))
+        with pytest.raises(RowError, match=words):
+            ask(replace(open_source(photos).read(0), prompt=prompt))
 
 
 # Rows
@@ -211,7 +217,7 @@ def test_out_of_memory_halves_the_batch_once_and_goes_on(
         return whole(self, part)
 
     monkeypatch.setattr(Encoder, "_encode_images", limited)
-    with pytest.warns(UserWarning, match="going on with 2 rows at a time") as caught:
+    with pytest.warns(UserWarning, match="continuing with 2 rows at a time") as caught:
         results = small.encode_together(rows)
     assert sizes == [4, 2, 2] and len(caught) == 1
     assert [sample.key for sample in results] == [small.recipe.key(row) for row in rows]
@@ -220,13 +226,10 @@ def test_out_of_memory_halves_the_batch_once_and_goes_on(
     assert sizes == [4, 2, 2, 2, 1]
 
 
-def test_a_batch_size_is_part_of_the_recipe_and_of_no_other_samples_key(
-    encoder: Encoder, photos: Path, tmp_path: Path
-) -> None:
-    batched = with_recipe(encoder, batch_size=3)
-    report = precompute(open_source(photos), batched, tmp_path, rows=(0, 4), shard_size=4)
-    assert report.encoded == 4
-    assert batched.recipe.digest != encoder.recipe.digest
+def test_a_batch_size_is_part_of_the_recipe_and_of_no_other_samples_key(tmp_path: Path) -> None:
+    batched = StubEncoder(replace(RECIPE, batch_size=3))
+    precompute(StubSource.of(4), batched, tmp_path, rows=(0, 4), shard_size=4)
+    assert batched.recipe.digest != RECIPE.digest
     assert json.loads((tmp_path / "00000000-00000004.json").read_text())["recipe"]["batch_size"] == 3
 
 
@@ -301,8 +304,6 @@ def test_a_hash_is_remembered_and_a_second_start_reads_nothing(
 
 @pytest.mark.parametrize("change", ["content", "mtime", "path", "renamed over it", "written within it"])
 def test_a_file_that_is_not_the_one_it_was_is_hashed_again(memory: Path, tmp_path: Path, change: str) -> None:
-    import hashlib
-
     path = settled(tmp_path / "weights", b"weights")
     file_hashes([path])
     before = path.stat()
@@ -372,16 +373,30 @@ def test_where_a_checkpoint_lies_and_who_wrote_its_config_do_not_count(tmp_path:
 # Checkpoints
 
 
-def test_a_tokenizer_of_another_model_is_refused(tiny_edit: Path, tmp_path: Path) -> None:
-    import shutil
-
-    shutil.copytree(tiny_edit, tmp_path / "model")
-    path = tmp_path / "model" / "tokenizer" / "tokenizer.json"
+def cut_tokenizer(model: Path) -> None:
+    path = model / "tokenizer" / "tokenizer.json"
     values = json.loads(path.read_text())
     values["model"]["merges"] = values["model"]["merges"][:50]
     path.write_text(json.dumps(values))
-    with pytest.raises(ModelError, match="another length"):
-        PromptEncoder(open_pretrained(str(tmp_path / "model")), CPU, torch.float32)
+
+
+def zero_patch(model: Path) -> None:
+    path = model / "processor" / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": 0}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(cut_tokenizer, "another length"), (zero_patch, "the processor cannot be loaded")],
+    ids=["a tokenizer of another model", "a size of nothing in a processor"],
+)
+def test_what_does_not_fit_the_model_is_refused_when_it_is_opened(
+    tiny_edit: Path, tmp_path: Path, change: Callable[[Path], None], words: str
+) -> None:
+    model = Path(shutil.copytree(tiny_edit, tmp_path / "model"))
+    change(model)
+    with pytest.raises(ModelError, match=words):
+        PromptEncoder(open_pretrained(str(model)), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("typed", ["cafe\u0301", "  caf\u00e9 ", "caf\u00e9\r\n"])
@@ -393,11 +408,3 @@ def test_a_prompt_is_the_same_whichever_way_it_was_typed_in_a_row_and_to_generat
     assert encode(encoder.encode(one), "") == encode(encoder.encode(other), "")
     image = Image.new("RGB", (128, 96), "teal")
     assert torch.equal(encoder.embed([image], typed), encoder.embed([image], "caf\u00e9"))
-
-
-def test_a_size_of_nothing_in_a_processor_is_refused_when_it_is_opened(tiny_edit: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_edit, tmp_path / "model")
-    path = tmp_path / "model" / "processor" / "preprocessor_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": 0}))
-    with pytest.raises(ModelError, match="the processor cannot be loaded"):
-        PromptEncoder(open_pretrained(str(tmp_path / "model")), torch.device("cpu"), torch.float32)
