@@ -66,8 +66,8 @@ def without_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere/config")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere/credentials")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("QIE_STORE_TIMEOUT_S", "10")
-    monkeypatch.setenv("QIE_STORE_RETRY_S", "20")
+    monkeypatch.setenv("QIE_STORE_TIMEOUT_S", "30")
+    monkeypatch.setenv("QIE_STORE_RETRY_S", "60")
 
 
 def request(endpoint: str, path: str, method: str) -> None:

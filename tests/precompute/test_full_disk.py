@@ -16,6 +16,17 @@ from qie.shards.verify import shard_faults
 from tests.stubs import StubEncoder, StubSource
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("whole")
+    precompute(StubSource.of(64), StubEncoder(), folder, rows=(0, 64), shard_size=4)
+    return files(folder)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
@@ -27,12 +38,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-@pytest.mark.parametrize("ballast", [0, 40_000, 60_000, 61_000, 62_000, 100_000, 180_000, 230_000])
+@pytest.mark.parametrize("ballast", [0, 40_000, 61_000, 62_000, 180_000, 230_000])
 def test_a_disk_that_fills_leaves_nothing_half_visible_and_the_run_goes_on_when_there_is_room(
-    small_disk: Path, tmp_path: Path, ballast: int
+    small_disk: Path, whole: dict[str, bytes], ballast: int
 ) -> None:
     """`ballast` moves the moment: within a tar, at its end, or at its index."""
-    precompute(StubSource.of(64), StubEncoder(), tmp_path / "whole", rows=(0, 64), shard_size=4)
     (small_disk / "ballast").write_bytes(bytes(ballast))
     output = small_disk / "shards"
     with pytest.raises(QieError) as refused:
@@ -49,6 +59,4 @@ def test_a_disk_that_fills_leaves_nothing_half_visible_and_the_run_goes_on_when_
     encoder = StubEncoder()
     precompute(StubSource.of(64), encoder, output, rows=(0, 64), shard_size=4)
     assert sorted(encoder.encoded) == sorted(set(range(64)) - kept)
-    assert {path.name: path.read_bytes() for path in output.iterdir()} == {
-        path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()
-    }
+    assert files(output) == whole

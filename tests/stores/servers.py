@@ -13,13 +13,16 @@ import pytest
 
 from qie.errors import QieError
 
+SOON_S = 15
+"""On a busy machine, too; a store that is tried again, or waited for, takes the 30 s or 60 s of `without_clouds`."""
 
-def failure(act, within_s: float = 5) -> QieError:
+
+def failure(act) -> QieError:
     """The one clear error that `act` ends in, soon."""
     began = time.monotonic()
     with pytest.raises(QieError) as error:
         act()
-    assert time.monotonic() - began < within_s
+    assert time.monotonic() - began < SOON_S
     assert error.value.where
     assert "\n" not in str(error.value.found) and len(str(error.value.found)) <= 300
     assert "Debug source" not in str(error.value) and "secret" not in str(error.value)

