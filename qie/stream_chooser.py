@@ -49,24 +49,6 @@ SHARD_ROWS = 64
 TOLD_BYTES = 10**9
 """Who hashes more than this is told: it takes seconds, or minutes from a slow disk."""
 
-KEYS = {
-    "family": "model.family",
-    "areas_px": "data.area_px",
-    "buckets_px": "data.buckets_px",
-    "text_area_px": "data.text_area_px",
-    "multiple_px": "data.multiple_px",
-    "background": "data.background",
-    "vae_dtype": "cache.compute_dtype",
-    "text_dtype": "cache.compute_dtype",
-    "share_prefix": "cache.share_prefix",
-    "batch_size": "cache.encode_batch_size",
-    "compiled": "cache.compile",
-    "thumbnail_px": "cache.thumbnail_px",
-    "storage_dtype": "another release of qie",
-    "encoding_version": "another release of qie",
-}
-"""Which key of the configuration decides a field of the recipe; the others, the pretrained model."""
-
 
 def _nothing(*_: object) -> None:
     """For a caller who does not listen."""
@@ -400,9 +382,11 @@ class _Opening:
         Raises:
             RecipeMismatchError: it differs, and cache.accept_recipe is not set.
         """
+        from qie.encode.options import config_key
+
         expected = self._expected()
         differing = tuple(
-            f"{name} ({KEYS.get(name, 'model.pretrained_model_name_or_path')}): {brief(value)} by the configuration, "
+            f"{name} ({config_key(name)}): {brief(value)} by the configuration, "
             f"{brief(getattr(found, name))} in the shards"
             for name, value in expected.items()
             if getattr(found, name) != value

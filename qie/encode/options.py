@@ -19,6 +19,24 @@ HASHED = ("vae", "text_encoder", "tokenizer")
 """Components whose files are hashed for a recipe. The processor's hash is of its configuration alone."""
 
 
+_CONFIG_KEYS = {
+    "family": "model.family",
+    "areas_px": "data.area_px",
+    "buckets_px": "data.buckets_px",
+    "text_area_px": "data.text_area_px",
+    "multiple_px": "data.multiple_px",
+    "background": "data.background",
+    "vae_dtype": "cache.compute_dtype",
+    "text_dtype": "cache.compute_dtype",
+    "share_prefix": "cache.share_prefix",
+    "batch_size": "cache.encode_batch_size",
+    "compiled": "cache.compile",
+    "thumbnail_px": "cache.thumbnail_px",
+    "storage_dtype": "another release of qie",
+    "encoding_version": "another release of qie",
+}
+
+
 @dataclass(frozen=True)
 class EncoderOptions:
     """None and auto stand for the family's and the machine's own values.
@@ -83,6 +101,11 @@ def make_recipe(
         text_dtype=resolve_dtype(options.compute_dtype, text_device),
         resampling=resampling_digest(),
     )
+
+
+def config_key(field: str) -> str:
+    """The key of the configuration that decides a field of the recipe."""
+    return _CONFIG_KEYS.get(field, "model.pretrained_model_name_or_path")
 
 
 def known_fields(pretrained: PretrainedModel, options: EncoderOptions) -> dict[str, Any]:
