@@ -50,10 +50,7 @@ def test_padding_is_that_of_each_process_batch(shards: Path, batch_size: int, wo
 
     assert (found.tokens, found.padding_tokens) == (tokens, padding)
     assert found.padding == padding / tokens
-
-
-def test_batches_of_one_pad_nothing(shards: Path) -> None:
-    assert plans(shards, batch_size=1, world=1)[0].padding == 0
+    assert batch_size > 1 or not padding
 
 
 def test_bytes_of_a_step_are_those_of_its_records(shards: Path) -> None:

@@ -43,10 +43,23 @@ def named(found: Explanation) -> dict[int, list[str]]:
     return {one.row: [cause.what for cause in one.causes] for one in found.verdicts if one.state != "hit"}
 
 
-def test_unchanged_rows_are_hits(shards: Path) -> None:
+def test_unchanged_rows_are_hits_wherever_they_moved_and_whatever_they_are_called_and_a_new_one_is_a_miss(
+    shards: Path,
+) -> None:
     found = explain(shards)
-
     assert (found.states, found.causes, found.faults) == ({"hit": ROWS}, {}, [])
+
+    first, *others = SOURCE.rows
+    moved = [*others, replace(first, name="renamed")]
+    found = explain(shards, StubSource(tuple(replace(row, index=number) for number, row in enumerate(moved))))
+    assert found.states == {"hit": ROWS}
+
+    moved_and_changed = StubSource((SOURCE.rows[1], SOURCE.rows[0])).changed(1, prompt="another")
+    assert named(explain(shards, moved_and_changed)) == {1: ["prompt"]}, "found by its name"
+
+    found = explain(shards, StubSource.of(ROWS + 1).changed(5, mask=b"mask 5"))
+    assert found.states == {"hit": ROWS, "miss": 1}
+    assert "in none of the shards" in str(found.verdicts[-1].causes[0])
 
 
 @pytest.mark.parametrize(
@@ -94,28 +107,6 @@ def test_inputs_and_recipe_that_changed_together_are_told_apart(shards: Path) ->
         2: ["prompt", "multiple_px"],
         **{row: ["multiple_px"] for row in range(3, ROWS)},
     }
-
-
-def test_a_row_that_moved_and_is_called_otherwise_is_a_hit(shards: Path) -> None:
-    first, *others = SOURCE.rows
-    moved = [*others, replace(first, name="renamed")]
-
-    found = explain(shards, StubSource(tuple(replace(row, index=number) for number, row in enumerate(moved))))
-
-    assert found.states == {"hit": ROWS}
-
-
-def test_a_row_that_moved_and_changed_is_found_by_its_name(shards: Path) -> None:
-    moved = StubSource((SOURCE.rows[1], SOURCE.rows[0])).changed(1, prompt="another")
-
-    assert named(explain(shards, moved)) == {1: ["prompt"]}
-
-
-def test_a_new_row_is_a_miss(shards: Path) -> None:
-    found = explain(shards, StubSource.of(ROWS + 1).changed(5, mask=b"mask 5"))
-
-    assert found.states == {"hit": ROWS, "miss": 1}
-    assert "in none of the shards" in str(found.verdicts[-1].causes[0])
 
 
 def test_of_shards_of_several_recipes_the_nearest_is_compared(shards: Path, tmp_path: Path) -> None:

@@ -31,27 +31,34 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_summary_counts_rows_samples_and_what_was_skipped(shards: Path) -> None:
-    summary = summary_of(shards)
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_summary_counts_rows_samples_shapes_bytes_repetitions_and_what_was_skipped(
+    shards: Path, verify: bool
+) -> None:
+    done: list[int] = []
+    summary = summarise(find_indexes([shards]), verify=verify, progress=done.append)
 
-    assert (summary.shards, summary.rows, summary.samples) == (2, 7, 6)
+    assert done == [1, 2]
+    assert (summary.shards, summary.rows, summary.samples, summary.faults) == (2, 7, 6, [])
+    assert (summary.records, summary.duplicates) == (6, 1), "of equal content in two shards"
     assert summary.skipped == {"the target is no image": 1}
     assert summary.skipped_rows == [(str(shards / "00000000-00000005.tar"), 4, "row 4", "the target is no image")]
     assert summary.bytes == sum(path.stat().st_size for path in shards.glob("*.tar"))
     assert summary.bytes_per_sample == summary.bytes / 6
     assert (summary.clipped, summary.clipped_samples) == (2, 1)
-    assert summary.faults == []
+    assert summary.shapes == {"48×32 px from 48×32": 5, "64×48 px from 64×48 + 16×16": 1}
+    assert summary.buckets == {"48×32": 5, "64×48": 1}
+    assert summary.tensor_bytes_total["pixel_latent"] == 32 * (5 * 4 * 6 + 6 * 8)
+    assert summary.tensor_bytes["pixel_latent"] == summary.tensor_bytes_total["pixel_latent"] / 6
+    assert list(summary.tensor_bytes.values()) == sorted(summary.tensor_bytes.values(), reverse=True)
 
 
-def test_equal_content_in_two_shards_is_counted_as_a_duplicate(shards: Path) -> None:
-    assert (summary_of(shards).records, summary_of(shards).duplicates) == (6, 1)
+def test_rows_that_no_shard_of_a_folder_covers_are_named_whatever_another_covers(shards: Path, tmp_path: Path) -> None:
+    assert summary_of(shards).ranges == [(0, 5), (8, 10)]
+    write_shard(tmp_path / "other", [make_sample(n) for n in range(20, 30)])
+    summary = summary_of(shards, tmp_path / "other")
 
-
-def test_rows_that_no_shard_covers_are_named(shards: Path) -> None:
-    summary = summary_of(shards)
-
-    assert summary.ranges == [(0, 5), (8, 10)]
-    assert summary.missing == [(str(shards), 5, 8)]
+    assert (summary.ranges, summary.missing) == ([(0, 10)], [(str(shards), 5, 8)])
 
 
 def test_ranges_that_touch_or_overlap_are_one() -> None:
@@ -73,89 +80,29 @@ def test_with_a_source_the_last_rows_are_compared_too(
     assert result.exit_code == 1
 
 
-def test_rows_that_another_folder_covers_are_missing_all_the_same(shards: Path, tmp_path: Path) -> None:
-    write_shard(tmp_path / "other", [make_sample(n) for n in range(20, 30)])
+def test_percentiles_are_lengths_of_prompts_and_shards_without_samples_have_none(tmp_path: Path) -> None:
+    write_shard(tmp_path / "some", [make_sample(n, tokens=10 + n) for n in range(21)])
+    write_shard(tmp_path / "none", [None, None])
 
-    summary = summary_of(shards, tmp_path / "other")
-
-    assert summary.ranges == [(0, 10)]
-    assert summary.missing == [(str(shards), 5, 8)]
-
-
-def test_shapes_and_buckets_count_samples(shards: Path) -> None:
-    summary = summary_of(shards)
-
-    assert summary.shapes == {"48×32 px from 48×32": 5, "64×48 px from 64×48 + 16×16": 1}
-    assert summary.buckets == {"48×32": 5, "64×48": 1}
+    lengths = {"min": 10, "p5": 11, "p25": 15, "median": 20, "p75": 25, "p95": 29, "p99": 30, "max": 30}
+    assert summary_of(tmp_path / "some").tokens == lengths
+    none = summary_of(tmp_path / "none")
+    assert (none.rows, none.samples, none.tokens, none.bytes_per_sample) == (2, 0, {}, 0.0)
 
 
-def test_bytes_by_tensor_are_those_of_the_records(shards: Path) -> None:
-    summary = summary_of(shards)
-
-    assert summary.tensor_bytes_total["pixel_latent"] == 32 * (5 * 4 * 6 + 6 * 8)
-    assert summary.tensor_bytes["pixel_latent"] == summary.tensor_bytes_total["pixel_latent"] / 6
-    assert list(summary.tensor_bytes.values()) == sorted(summary.tensor_bytes.values(), reverse=True)
-
-
-def test_percentiles_are_lengths_of_prompts(tmp_path: Path) -> None:
-    write_shard(tmp_path, [make_sample(n, tokens=10 + n) for n in range(21)])
-
-    assert summary_of(tmp_path).tokens == {
-        "min": 10,
-        "p5": 11,
-        "p25": 15,
-        "median": 20,
-        "p75": 25,
-        "p95": 29,
-        "p99": 30,
-        "max": 30,
-    }
-
-
-def test_shards_without_samples_are_summarised(tmp_path: Path) -> None:
-    write_shard(tmp_path, [None, None])
-
-    summary = summary_of(tmp_path)
-
-    assert (summary.rows, summary.samples, summary.tokens, summary.bytes_per_sample) == (2, 0, {}, 0.0)
-
-
-def test_a_summary_needs_no_tar_but_its_size(shards: Path) -> None:
-    before = summary_of(shards)
-    for tar in shards.glob("*.tar"):
-        tar.write_bytes(bytes(tar.stat().st_size))
-
-    assert summary_of(shards) == before
-
-
-def test_where_folders_cannot_be_listed_each_tar_is_asked_for_its_size(
+def test_a_summary_needs_no_tar_but_its_size_for_which_each_is_asked_where_folders_cannot_be_listed(
     shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, indexes = summary_of(shards), find_indexes([shards])
+    for tar in shards.glob("*.tar"):
+        tar.write_bytes(bytes(tar.stat().st_size))
+    assert summary_of(shards) == before
 
     def refuse(folder: LocalFolder) -> dict[str, int]:
         raise StoreError("a web server lists nothing", where=folder.url)
 
     monkeypatch.setattr(LocalFolder, "listing", refuse)
     assert summarise(indexes) == before
-
-
-@pytest.mark.parametrize("damage", ["no json", "foreign", "short tar", "no tar"])
-def test_a_shard_that_cannot_be_read_is_a_fault_and_the_others_are_summarised(shards: Path, damage: str) -> None:
-    index, tar = shards / "00000008-00000010.json", shards / "00000008-00000010.tar"
-    if damage == "no json":
-        index.write_text("{")
-    elif damage == "foreign":
-        index.write_text('{"images": []}')
-    elif damage == "short tar":
-        tar.write_bytes(tar.read_bytes()[:-512])
-    else:
-        tar.unlink()
-
-    summary = summary_of(shards)
-
-    assert (summary.shards, summary.samples) == (1, 4)
-    assert len(summary.faults) == 1 and "00000008-00000010" in summary.faults[0]
 
 
 def test_recipes_that_are_mixed_are_a_fault_that_names_what_differs(shards: Path) -> None:
@@ -165,26 +112,6 @@ def test_recipes_that_are_mixed_are_a_fault_that_names_what_differs(shards: Path
 
     assert sorted(summary.recipes.values()) == [1, 2]
     assert len(summary.faults) == 1 and "multiple_px: 32 here, 16 there" in summary.faults[0]
-
-
-def test_rehashing_finds_each_flipped_bit_in_its_shard(shards: Path) -> None:
-    for tar in shards.glob("*.tar"):
-        content = bytearray(tar.read_bytes())
-        content[3000] ^= 1
-        tar.write_bytes(content)
-
-    faults = summary_of(shards, verify=True).faults
-
-    assert summary_of(shards).faults == []
-    for tar in shards.glob("*.tar"):
-        assert any(str(tar) in fault for fault in faults)
-
-
-def test_progress_counts_shards(shards: Path) -> None:
-    for verify in (False, True):
-        done: list[int] = []
-        summarise(find_indexes([shards]), verify=verify, progress=done.append)
-        assert done == [1, 2]
 
 
 def test_the_table_and_the_json_render_one_summary(shards: Path) -> None:
