@@ -24,7 +24,7 @@ TIMEOUT_S = 20
 BUDGET = 10
 
 
-@settings(derandomize=True, deadline=None, database=None, max_examples=300)
+@settings(derandomize=True, deadline=None, database=None, max_examples=150)
 @given(st.lists(st.integers(0, 7), max_size=40), st.lists(st.integers(0, 12), min_size=8))
 def test_a_memo_is_a_list_of_results_that_fit_the_budget_least_recently_asked_for_first_out(asked, sizes) -> None:
     """A result is computed once while it is kept; one that is larger than the budget is given and not kept."""

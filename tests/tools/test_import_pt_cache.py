@@ -161,29 +161,19 @@ def test_older_caches_are_imported_too(tool, tmp_path: Path, capsys) -> None:
             assert_imported(sample, make_sample(number))
 
 
-def test_padding_is_dropped(tool, tmp_path: Path) -> None:
-    sample = make_sample(0, tokens=2100, width=2)
-    cache = cache_of(tmp_path / "cache", 0)
-    save(cache, "a", sample)
-    mask = torch.cat([torch.ones(2100), torch.zeros(5)]).half()
-    torch.save(mask, cache / "prompt_embeds_mask" / "prompta.pt")
-    torch.save(
-        torch.cat([sample.prompt_embed, sample.prompt_embed.new_zeros(5, 2)]), cache / "prompt_embeds/prompta.pt"
-    )
-    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 0
-    [one] = imported(tmp_path / "new")
-    assert_imported(one, sample)
-
-
-def test_only_tokens_of_equal_bits_are_stored_once(tool, tmp_path: Path) -> None:
+def test_padding_is_dropped_and_only_tokens_of_equal_bits_are_stored_once(tool, tmp_path: Path) -> None:
     """-0 equals 0, but is another."""
-    sample = make_sample(0)
-    prompt = torch.zeros(9, 8).half()
-    sample = replace(sample, prompt_embed=prompt, empty_tail=-prompt[:4], shared_prefix=3)
-    save(tmp_path / "cache", "a", sample)
-    assert tool(tmp_path / "cache", "--output", tmp_path / "new", *SIZE) == 0
-    [one] = imported(tmp_path / "new")
-    assert_imported(one, sample)
+    padded, prompt = make_sample(0, tokens=2100, width=2), torch.zeros(9, 8).half()
+    zeros = replace(make_sample(1), prompt_embed=prompt, empty_tail=-prompt[:4], shared_prefix=3)
+    cache = tmp_path / "cache"
+    save(cache, "a", padded)
+    save(cache, "b", zeros)
+    torch.save(torch.cat([torch.ones(2100), torch.zeros(5)]).half(), cache / "prompt_embeds_mask/prompta.pt")
+    filled = torch.cat([padded.prompt_embed, padded.prompt_embed.new_zeros(5, 2)])
+    torch.save(filled, cache / "prompt_embeds/prompta.pt")
+    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 0
+    for one, original in zip(imported(tmp_path / "new"), (padded, zeros), strict=True):
+        assert_imported(one, original)
 
 
 class Touch:
@@ -269,35 +259,32 @@ def test_what_is_not_understood_is_refused_with_its_reason(tool, tmp_path: Path,
     assert len(imported(tmp_path / "new")) == 2
 
 
-def test_without_sizes_every_row_is_refused_and_files_of_no_row_are_counted(tool, tmp_path: Path, capsys) -> None:
+def test_rows_without_sizes_or_without_what_belongs_together_are_refused_and_files_of_no_row_counted(
+    tool, tmp_path: Path, capsys
+) -> None:
     cache = cache_of(tmp_path / "cache", 2)
+    (cache / "metadata" / "\x1b[31m.json").write_text("{}")
     torch.save(torch.zeros(1), cache / "image_latents" / "left over.pt")
     assert tool(cache, "--output", tmp_path / "new") == 1
     output = capsys.readouterr()
     assert output.err.count("give --size and --control-size") == 2
     assert "1 files belong to no row" in output.err
-
-
-def test_a_cache_that_does_not_say_what_belongs_together_is_refused_row_by_row(tool, tmp_path: Path, capsys) -> None:
-    cache = cache_of(tmp_path / "cache", 2)
+    assert "it has no image_latents" in output.err and "\x1b" not in output.err, "a name cannot command a terminal"
     shutil.rmtree(cache / "metadata")
-    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 1
+    assert tool(cache, "--output", tmp_path / "other", *SIZE) == 1
     assert "refused imagerow0: control_latents/imagerow0.pt is missing" in capsys.readouterr().err
 
 
-def test_a_name_cannot_command_a_terminal(tool, tmp_path: Path, capsys) -> None:
-    cache = cache_of(tmp_path / "cache", 1)
-    (cache / "metadata" / "\x1b[31m.json").write_text("{}")
-    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 1
-    assert "\x1b" not in capsys.readouterr().err
-
-
-def test_folders_that_are_no_cache_and_outputs_that_hold_other_shards_are_refused(tool, tmp_path: Path, capsys) -> None:
+def test_wrong_usage_folders_that_are_no_cache_and_outputs_of_other_shards_are_refused(
+    tool, tmp_path: Path, capsys
+) -> None:
     (tmp_path / "empty").mkdir()
     for folder in ("empty", "nowhere"):
         assert tool(tmp_path / folder, "--output", tmp_path / "new") == 2
         assert "error: this is no cache of qwen-image-finetune" in capsys.readouterr().err
     cache = cache_of(tmp_path / "cache", 2)
+    for words in (["--size", "96"], ["--size", "96x8"], ["--size", "48x32"], ["--shard-size", "0"]):
+        assert tool(cache, "--output", tmp_path / "new", *words) == 2
     assert tool(cache, "--output", tmp_path / "new", *SIZE) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "new").iterdir()}
     assert tool(cache, "--output", tmp_path / "new", *SIZE) == 0, "again: the same"
@@ -306,11 +293,6 @@ def test_folders_that_are_no_cache_and_outputs_that_hold_other_shards_are_refuse
     assert tool(cache, "--output", tmp_path / "new", *SIZE, "--shard-size", "1") == 2
     assert "the output holds other shards" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in (tmp_path / "new").iterdir()} == before
-
-
-@pytest.mark.parametrize("words", [["--size", "96"], ["--size", "96x8"], ["--size", "48x32"], ["--shard-size", "0"]])
-def test_wrong_usage_is_refused(tool, tmp_path: Path, words: list[str]) -> None:
-    assert tool(cache_of(tmp_path / "cache", 1), "--output", tmp_path / "new", *words) == 2
 
 
 def test_an_imported_sample_is_never_taken_for_a_row_that_is_encoded(tool, tmp_path: Path) -> None:
@@ -323,31 +305,7 @@ def test_an_imported_sample_is_never_taken_for_a_row_that_is_encoded(tool, tmp_p
     assert encoder.encoded == [0, 1]
 
 
-def test_an_imported_cache_trains(tool, tiny_edit: Path, photos: Path, encoder, tmp_path: Path) -> None:
-    precompute(open_source(photos), encoder, tmp_path / "mine", rows=(0, 4))
-    originals = imported(tmp_path / "mine")
-    for number, sample in enumerate(originals):
-        shapes = [(3, 8 * height, 8 * width) for height, width in (sample.shape.target, *sample.shape.controls)]
-        save(tmp_path / "cache", f"row{number}", sample, img_shapes=shapes)
-    assert tool(tmp_path / "cache", "--output", tmp_path / "new") == 0
-    for sample, original in zip(imported(tmp_path / "new"), originals, strict=True):
-        assert_imported(sample, original)
-    settings = {
-        "model": {"pretrained_model_name_or_path": str(tiny_edit), "lora": {"r": 2}},
-        "train": {"mixed_precision": "no", "gradient_checkpointing": False, "max_steps": 2},
-        "data": {"caption_dropout_rate": 0.5},
-        "validation": {"rows": 0},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    words = [tmp_path / "new", "--accept-recipe", "--config", tmp_path / "config.yaml"]
-    words += ["--set", f"train.output_dir={tmp_path / 'run'}"]
-    result = CliRunner().invoke(train.main, [str(word) for word in words])
-    assert result.exit_code == 0, result.output
-    assert len(losses(tmp_path / "run")) == 2
-    assert all(math.isfinite(loss) for loss in losses(tmp_path / "run"))
-
-
-def test_a_cache_without_null_prompts_trains_where_no_caption_is_dropped(
+def test_an_imported_cache_trains_and_one_without_null_prompts_where_no_caption_is_dropped(
     tool, tiny_edit: Path, encoder, photos: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the first releases left it: four tensors a row."""
@@ -393,3 +351,15 @@ def test_a_cache_without_null_prompts_trains_where_no_caption_is_dropped(
         refused = CliRunner().invoke(train.main, [*words, "--set", "data.caption_dropout_rate=0.1"])
         assert refused.exit_code == 2 and "samples have no null prompt" in refused.output
     assert CliRunner().invoke(train.main, words).exit_code == 0
+
+    shapes = [(3, 8 * height, 8 * width) for height, width in (sample.shape.target, *sample.shape.controls)]
+    for name in ("row0", "row1"):
+        save(tmp_path / "later", name, sample, img_shapes=shapes)
+    assert tool(tmp_path / "later", "--output", tmp_path / "whole") == 0
+    assert_imported(imported(tmp_path / "whole")[0], sample)
+    words[0] = str(tmp_path / "whole")
+    words += ["--set", "data.caption_dropout_rate=0.5", "--set", "train.max_steps=2"]
+    result = CliRunner().invoke(train.main, [*words, "--set", f"train.output_dir={tmp_path / 'second run'}"])
+    assert result.exit_code == 0, result.output
+    found = losses(tmp_path / "second run")
+    assert len(found) == 2 and all(map(math.isfinite, found))
