@@ -1,4 +1,4 @@
-"""What tests share: tiny checkpoints, a folder of photographs, an encoder. Made once per session."""
+"""What tests share: tiny models, a folder of photographs, an encoder. Made once per session."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _tiny_model(folder: Path, family: str) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_edit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint of family edit: single weight files, hub-style preprocessor_config.json."""
+    """A tiny model of family edit: single weight files, hub-style preprocessor_config.json."""
     return _tiny_model(tmp_path_factory.mktemp("models") / "edit", "edit")
 
 
 @pytest.fixture(scope="session")
 def tiny_edit_plus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint of family edit_plus: sharded weights, processor_config.json."""
+    """A tiny model of family edit_plus: sharded weights, processor_config.json."""
     return _tiny_model(tmp_path_factory.mktemp("models") / "edit_plus", "edit_plus")
 
 
@@ -64,13 +64,13 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def encoder(tiny_edit: Path):
-    """The real encoder on the tiny edit checkpoint, at a small image area."""
+    """The real encoder on the tiny edit model, at a small image area."""
     return _encoder(tiny_edit)
 
 
 @pytest.fixture(scope="session")
 def encoder_plus(tiny_edit_plus: Path):
-    """The real encoder on the tiny edit_plus checkpoint, at small image areas."""
+    """The real encoder on the tiny edit_plus model, at small image areas."""
     return _encoder(tiny_edit_plus, text_area_px=AREA_PX // 2)
 
 

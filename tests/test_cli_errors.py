@@ -1,6 +1,6 @@
 """Bad input to the four commands: one short message that names the fault, exit code 2, and nothing written.
 
-The weight files of the checkpoint here are empty: what is refused with it is refused before a model is loaded.
+The weight files of the model here are empty: what is refused with it is refused before a model is loaded.
 """
 
 from __future__ import annotations

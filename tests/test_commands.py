@@ -175,7 +175,7 @@ assert not loaded, loaded
 
 
 def test_training_on_shards_opens_no_image_and_loads_no_encoder(work: Path, tiny_edit: Path, tmp_path: Path) -> None:
-    """Neither could it: the photographs are elsewhere, and the checkpoint holds a transformer and a scheduler alone."""
+    """Neither could it: the photographs are elsewhere, and the model holds a transformer and a scheduler alone."""
     model = tmp_path / "model"
     model.mkdir()
     shutil.copy(tiny_edit / "model_index.json", model)

@@ -320,7 +320,7 @@ def estimated_gb(
 ) -> int:
     """What `qie-train` would say of a released model, with prompts as long as the pages say."""
     lora = config.model.lora and config.model.lora.model_dump(mode="json", exclude={"continue_from"})
-    monkeypatch.setattr(memory, "empty_transformer", lambda checkpoint: prepared(json.dumps(lora), plus))
+    monkeypatch.setattr(memory, "empty_transformer", lambda pretrained: prepared(json.dumps(lora), plus))
     monkeypatch.setattr(memory, "add_lora", lambda *arguments, **more: None)
     area = config.data.area_px if isinstance(config.data.area_px, int) else 1024 * 1024
     side = round(area**0.5) // 8

@@ -85,7 +85,7 @@ def test_one_changed_bit_of_an_encoders_weights_changes_the_recipe(tiny_edit: Pa
     shutil.copytree(tiny_edit, tmp_path / "model")
     path = tmp_path / "model" / file
     before = recipe_of(tmp_path / "model")
-    assert before == recipe_of(tiny_edit), "where a checkpoint lies does not count"
+    assert before == recipe_of(tiny_edit), "where a model lies does not count"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

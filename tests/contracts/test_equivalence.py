@@ -103,11 +103,11 @@ def test_what_shards_lack_is_encoded_live_and_the_batches_are_those_of_whole_sha
         "data": data | {"order": order, "block_size": 1},
         "validation": {"rows": 1},
     }
-    checkpoint, said = open_pretrained(str(tiny_edit)), []
+    pretrained, said = open_pretrained(str(tiny_edit)), []
 
     def training_stream(shards: Path) -> Stream:
         config = Config.model_validate(values | {"cache": {"cache_dir": str(shards)}})
-        return open_training_stream(config, checkpoint, Accelerator(cpu=True), telling=Telling(say=said.append))
+        return open_training_stream(config, pretrained, Accelerator(cpu=True), telling=Telling(say=said.append))
 
     shards = Path(shutil.copytree(whole, tmp_path / "shards"))
     spoil(shards, damage)

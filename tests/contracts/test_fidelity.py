@@ -198,7 +198,7 @@ def test_a_generated_image_equals_the_pipeline_from_the_same_embeddings(
     from qie.encode import Encoder
 
     folder = request.getfixturevalue(f"tiny_{family}")
-    checkpoint = open_pretrained(str(folder), components=("vae", "transformer", "scheduler"))
+    pretrained = open_pretrained(str(folder), components=("vae", "transformer", "scheduler"))
     small = request.getfixturevalue("encoder" if family == "edit" else "encoder_plus")
     area_px = FAMILIES[family].area_px
     if size is not None:
@@ -209,7 +209,7 @@ def test_a_generated_image_equals_the_pipeline_from_the_same_embeddings(
     encoder = Encoder(small.pretrained, recipe, CPU, CPU)
     encoder.__dict__["text"] = small.text
     images = [Image.open(GOLDEN / name).convert("RGB") for name in ("chelsea.png", "coffee.png")][: 2 if size else 1]
-    predictor = Predictor(checkpoint, encoder, vae_device=CPU, transformer_device=CPU, dtype=torch.float32)
+    predictor = Predictor(pretrained, encoder, vae_device=CPU, transformer_device=CPU, dtype=torch.float32)
     generated = predictor.generate(images, "make it night", steps=2, cfg=cfg, seed=7, size=size)
 
     embeds = [encoder.embed(images, prompt)[None] for prompt in ("make it night", NULL_PROMPT)]

@@ -64,10 +64,10 @@ def test_the_text_encoders_weights_are_pages_of_their_file_that_all_processes_sh
 ) -> None:
     """Two workers on one host, or eight, hold them once: nothing is copied, and nothing is written to the pages."""
     cpu = torch.device("cpu")
-    checkpoint = open_pretrained(str(tiny_edit))
-    encoder = Encoder.open(checkpoint, vae_device=cpu, text_device=cpu, options=EncoderOptions(areas_px=(AREA_PX,)))
+    pretrained = open_pretrained(str(tiny_edit))
+    encoder = Encoder.open(pretrained, vae_device=cpu, text_device=cpu, options=EncoderOptions(areas_px=(AREA_PX,)))
     encoder.encode(open_source(photos).read(0))
-    mapped = list(mappings(checkpoint.component("text_encoder")))
+    mapped = list(mappings(pretrained.component("text_encoder")))
     assert mapped and sum(own for _, own in mapped) == 0
     for name, weight in encoder.text._model.named_parameters():
         assert any(weight.data_ptr() in pages for pages, _ in mapped), name

@@ -70,9 +70,9 @@ def edit(tiny_edit: Path, images: list[Path], tmp_path: Path):
     return run
 
 
-def write_config(path: Path, checkpoint: Path, **sections: dict) -> None:
+def write_config(path: Path, pretrained: Path, **sections: dict) -> None:
     content = {
-        "model": {"pretrained_model_name_or_path": str(checkpoint)},
+        "model": {"pretrained_model_name_or_path": str(pretrained)},
         "data": {"area_px": AREA_PX, "allow_tiny": True},
         "train": {"mixed_precision": "no"},
         "predict": {"devices": {"vae": "cpu", "text_encoder": "cpu", "transformer": "cpu"}},

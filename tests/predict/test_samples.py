@@ -51,7 +51,7 @@ def config(config_file: Path, tiny_edit: Path, controls: list[Path]) -> Config:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tiny_edit: Path) -> PretrainedModel:
+def pretrained(tiny_edit: Path) -> PretrainedModel:
     return open_pretrained(str(tiny_edit), components=("transformer", "scheduler"))
 
 
@@ -67,9 +67,9 @@ def write_config(path: Path, model: Path, samples: list[dict], **sections: dict)
     return load_config(str(path), ())
 
 
-def adapted(checkpoint: PretrainedModel, dtype: torch.dtype = torch.float32, dropout: float = 0.0):
+def adapted(pretrained: PretrainedModel, dtype: torch.dtype = torch.float32, dropout: float = 0.0):
     """A transformer in training, whose adapter does something: B matrices start at zero."""
-    transformer = load_transformer(checkpoint, dtype)
+    transformer = load_transformer(pretrained, dtype)
     add_lora(transformer, LoraConfig(r=4, lora_alpha=10.0, lora_dropout=dropout), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -93,9 +93,9 @@ def text_encoders() -> int:
 
 
 def test_a_sample_is_what_qie_predict_generates_with_the_adapter(
-    config, config_file: Path, checkpoint, controls, tmp_path: Path
+    config, config_file: Path, pretrained, controls, tmp_path: Path
 ) -> None:
-    transformer = adapted(checkpoint)
+    transformer = adapted(pretrained)
     samples = open_samples(config, CPU)(transformer)
     save_adapter(transformer, tmp_path)
     for seed, (sample, control, prompt) in enumerate(zip(samples, controls, PROMPTS, strict=True)):
@@ -106,17 +106,17 @@ def test_a_sample_is_what_qie_predict_generates_with_the_adapter(
         assert bits([sample]) == bits([Image.open(tmp_path / "out.png")])
         assert pixels(sample).std() > 5
     assert samples[0].size != (1024, 1024)
-    plain = open_samples(config, CPU)(load_transformer(checkpoint, torch.float32))
+    plain = open_samples(config, CPU)(load_transformer(pretrained, torch.float32))
     assert bits(plain) != bits(samples), "the adapter has no effect"
 
 
 def test_adapters_of_the_configuration_are_part_of_what_qie_predict_generates(
-    config, config_file: Path, checkpoint, tmp_path: Path
+    config, config_file: Path, pretrained, tmp_path: Path
 ) -> None:
-    save_adapter(adapted(checkpoint), tmp_path)
+    save_adapter(adapted(pretrained), tmp_path)
     frozen = [AdapterConfig(path=str(tmp_path), scale=0.5)]
     changed = config.model_copy(update={"model": config.model.model_copy(update={"adapters": frozen})})
-    transformer = load_transformer(checkpoint, torch.float32)
+    transformer = load_transformer(pretrained, torch.float32)
     add_frozen_adapters(transformer, frozen)
     add_lora(transformer, LoraConfig(r=2), seed=5)
     with torch.no_grad():
@@ -135,9 +135,9 @@ def test_adapters_of_the_configuration_are_part_of_what_qie_predict_generates(
     assert len(set(bits(images_made))) == 3
 
 
-def test_generating_uses_no_dropout_and_leaves_the_transformer_as_it_was(config, checkpoint) -> None:
+def test_generating_uses_no_dropout_and_leaves_the_transformer_as_it_was(config, pretrained) -> None:
     sampler = open_samples(config, CPU)
-    transformer = adapted(checkpoint, dropout=0.5)
+    transformer = adapted(pretrained, dropout=0.5)
     transformer.enable_gradient_checkpointing()
     transformer.transformer_blocks[0].eval()  # a part that someone keeps out of training
     modes = {name: module.training for name, module in transformer.named_modules()}
@@ -147,7 +147,7 @@ def test_generating_uses_no_dropout_and_leaves_the_transformer_as_it_was(config,
     samples = sampler(transformer)
 
     assert bits(sampler(transformer)) == bits(samples)
-    assert bits(samples) == bits(sampler(adapted(checkpoint).eval()))
+    assert bits(samples) == bits(sampler(adapted(pretrained).eval()))
     assert {name: module.training for name, module in transformer.named_modules()} == modes
     assert all(torch.equal(tensor, before[name]) for name, tensor in transformer.state_dict().items())
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -156,8 +156,8 @@ def test_generating_uses_no_dropout_and_leaves_the_transformer_as_it_was(config,
     assert all(parameter.grad is None for parameter in transformer.parameters())
 
 
-def test_a_transformer_is_left_as_it_was_when_generating_fails(config, checkpoint, monkeypatch) -> None:
-    sampler, transformer = open_samples(config, CPU), adapted(checkpoint)
+def test_a_transformer_is_left_as_it_was_when_generating_fails(config, pretrained, monkeypatch) -> None:
+    sampler, transformer = open_samples(config, CPU), adapted(pretrained)
 
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -168,11 +168,11 @@ def test_a_transformer_is_left_as_it_was_when_generating_fails(config, checkpoin
     assert transformer.training and transformer.forward is fail
 
 
-def test_losses_of_a_run_with_samples_are_those_of_the_run_without(config, checkpoint) -> None:
+def test_losses_of_a_run_with_samples_are_those_of_the_run_without(config, pretrained) -> None:
     """Dropout draws from the global random state, which is seeded once, so that any draw between steps would show."""
 
     def losses(sampler) -> list[float]:
-        transformer = adapted(checkpoint, dropout=0.5)
+        transformer = adapted(pretrained, dropout=0.5)
         transformer.enable_gradient_checkpointing()
         trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -201,14 +201,14 @@ def test_losses_of_a_run_with_samples_are_those_of_the_run_without(config, check
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["bf16 base", "float32 weights"])
-def test_mixed_precision_gives_nearly_the_same(config, checkpoint, weights: torch.dtype) -> None:
+def test_mixed_precision_gives_nearly_the_same(config, pretrained, weights: torch.dtype) -> None:
     kinds = torch.float32, torch.bfloat16
     one, other = (torch.randn(64, dtype=kind, generator=torch.Generator().manual_seed(0)) for kind in kinds)
     if not torch.allclose(one, other.float(), atol=0.1):
         pytest.skip(f"torch {torch.__version__} draws other noise in bfloat16")
-    exact = open_samples(config, CPU)(adapted(checkpoint))
+    exact = open_samples(config, CPU)(adapted(pretrained))
     mixed = config.model_copy(update={"train": config.train.model_copy(update={"mixed_precision": "bf16"})})
-    images = open_samples(mixed, CPU)(adapted(checkpoint, weights))
+    images = open_samples(mixed, CPU)(adapted(pretrained, weights))
     for image, one, other in zip(images, exact, reversed(exact), strict=True):
         assert image.size == one.size
         rounding = np.abs(pixels(image) - pixels(one)).mean()
@@ -216,7 +216,7 @@ def test_mixed_precision_gives_nearly_the_same(config, checkpoint, weights: torc
         assert rounding < np.abs(pixels(other.resize(one.size)) - pixels(one)).mean() / 4
 
 
-def test_no_text_encoder_stays_in_memory(config, checkpoint, controls) -> None:
+def test_no_text_encoder_stays_in_memory(config, pretrained, controls) -> None:
     before = text_encoders()
     sampler = open_samples(config, CPU)
     assert text_encoders() == before
@@ -227,7 +227,7 @@ def test_no_text_encoder_stays_in_memory(config, checkpoint, controls) -> None:
     freed = predictor.generate([image], PROMPTS[0], steps=2, keep_encoder=False)
     assert text_encoders() == before
     assert bits([kept]) == bits([freed])
-    assert sampler(load_transformer(checkpoint, torch.float32))
+    assert sampler(load_transformer(pretrained, torch.float32))
 
 
 def test_qie_predict_frees_the_text_encoder_before_it_loads_the_transformer(
@@ -260,8 +260,8 @@ def test_an_edit_plus_model_takes_several_images(tiny_edit_plus: Path, controls,
         for count, negative in ((1, " "), (2, " "), (2, "blurred"))
     ]
     config = write_config(tmp_path / "config.yaml", tiny_edit_plus, samples)
-    checkpoint = open_pretrained(str(tiny_edit_plus), components=("transformer", "scheduler"))
-    images = open_samples(config, CPU)(load_transformer(checkpoint, torch.float32))
+    pretrained = open_pretrained(str(tiny_edit_plus), components=("transformer", "scheduler"))
+    images = open_samples(config, CPU)(load_transformer(pretrained, torch.float32))
     assert len(set(bits(images))) == 3
 
 
@@ -308,7 +308,7 @@ def test_a_prompt_that_is_too_long_for_the_transformer_is_refused(config, config
     assert result.exit_code == 1 and "the prompt is too long" in result.stderr
 
 
-def test_transparent_parts_have_the_colour_that_they_have_in_training(config, checkpoint, tmp_path: Path) -> None:
+def test_transparent_parts_have_the_colour_that_they_have_in_training(config, pretrained, tmp_path: Path) -> None:
     clear = tmp_path / "clear.png"
     Image.new("RGBA", (96, 64), (0, 0, 0, 0)).save(clear)
     images_made = []
@@ -320,12 +320,12 @@ def test_transparent_parts_have_the_colour_that_they_have_in_training(config, ch
                 "validation": config.validation.model_copy(update={"samples": [sample]}),
             }
         )
-        images_made += open_samples(changed, CPU)(load_transformer(checkpoint, torch.float32))
+        images_made += open_samples(changed, CPU)(load_transformer(pretrained, torch.float32))
     assert images_made[0].tobytes() != images_made[1].tobytes()
 
 
-def test_saved_samples_are_named_by_step_and_carry_their_settings(config, checkpoint, tmp_path: Path) -> None:
-    images = open_samples(config, CPU)(load_transformer(checkpoint, torch.float32))
+def test_saved_samples_are_named_by_step_and_carry_their_settings(config, pretrained, tmp_path: Path) -> None:
+    images = open_samples(config, CPU)(load_transformer(pretrained, torch.float32))
     paths = save_samples(images, tmp_path / "run", 200)
     assert [path.name for path in paths] == ["step-000200-0.png", "step-000200-1.png"]
     assert sorted((tmp_path / "run" / "samples").iterdir()) == paths, "something else was left there"

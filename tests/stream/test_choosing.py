@@ -62,8 +62,8 @@ def opened(tmp_path: Path, settings: dict[str, Any], *named: str) -> tuple[qie.S
     said: list[str] = []
     config = config_of(tmp_path, settings)
     components = ("transformer", "scheduler")
-    checkpoint = qie.open_pretrained(config.model.pretrained_model_name_or_path, components=components)
-    stream = open_training_stream(config, checkpoint, Accelerator(cpu=True), *named, telling=Telling(say=said.append))
+    pretrained = qie.open_pretrained(config.model.pretrained_model_name_or_path, components=components)
+    stream = open_training_stream(config, pretrained, Accelerator(cpu=True), *named, telling=Telling(say=said.append))
     return stream, said
 
 
@@ -238,8 +238,8 @@ import qie
 from accelerate import Accelerator
 from qie.config import load_config
 config = load_config(sys.argv[1], sys.argv[2:])
-checkpoint = qie.open_pretrained(config.model.pretrained_model_name_or_path)
-stream = qie.open_training_stream(config, checkpoint, Accelerator(cpu=True))
+pretrained = qie.open_pretrained(config.model.pretrained_model_name_or_path)
+stream = qie.open_training_stream(config, pretrained, Accelerator(cpu=True))
 print(len(next(stream.forever())))
 """
 
