@@ -1,5 +1,5 @@
-# Two commands do everything: `make demo` runs the main job on a small model, `make test` runs the tests.
-# Both create .venv and install what they need, once.
+# `make demo` runs everything on a tiny model, `make test` runs the tests. Both create .venv and install their
+# dependencies, once.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ help:
 	@echo "make bench     all benchmarks, into docs/benchmarks.md (about 15 minutes on two idle cores)"
 	@echo "make clean     remove what the demo wrote"
 
-# The files mark finished installations: one that was interrupted is done again.
+# The files mark finished installations: an interrupted one starts again.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INSTALLED := pyproject.toml setup.cfg constraints.txt
 
@@ -35,7 +35,7 @@ $(VENV)/.installed: $(INSTALLED) | $(BIN)/pip
 	$(PIP) -e '.[demo,dev]'
 	@touch $@ $(VENV)/.demo
 
-# Tests are processes' work as much as threads': one for each core.
+# Tests use processes and threads: one worker for each core.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.installed

@@ -1,21 +1,21 @@
-"""What earlier projects claim of caching, tested: speed, memory, bytes, hits; measured, and computed for full size.
+"""Claims of earlier projects about caching, tested: speed, memory, bytes, hits; measured, and computed for full size.
 
     python benchmarks/claims.py [--size small|full] [--steps 20] [--runs 3]
 
 qwen-image-finetune's page on its cache says: 2-3× faster after the first epoch, 30-50 % less memory, ~10-20 % of the
 dataset's size, ~95-99 % hits. Cached and live training are compared with the same process count, batch and precision.
 
-speed:    steps of the loops of `train_step.py`, cached beside live: a plain one, and qie's.
-memory:   the most that a process holds while it trains, cached beside live: of the GPU; without one, host memory since
+speed:    steps of the loops of `train_step.py`, cached and live: a plain one, and qie's.
+memory:   the most that a process holds while it trains, cached and live: of the GPU; without one, host memory since
           its imports, in a process for each.
-bytes:    a sample of the released shapes beside the two photographs of 1024² that it is made of, at the bytes per pixel
-          of real photographs as PNG and as JPEG; and beside the same sample in qwen-image-finetune's files.
+bytes:    a sample of the released shapes compared with its two photographs of 1024², at the bytes per pixel
+          of real photographs as PNG and as JPEG; and with the same sample in qwen-image-finetune's files.
 hits:     rows that need no encoding when qie-precompute runs again after a change.
 computed: FLOPs and estimated memory of the released model. Speed: if encoders and transformer reach the same share of
           the GPU's peak, and nothing overlaps. Memory: with both encoders on the same GPU in bfloat16, or not.
 
-The models of `small`, what is taken without a GPU, are sized for tests: the relation of encoders to transformer, and so
-of live to cached, is not that of the released ones. What is measured there says that both ways run.
+The models of `small`, the default without a GPU, are sized for tests: the ratio of encoders to transformer, and so of
+live to cached, is not that of the released ones. The measurement only shows that both ways run.
 """
 
 from __future__ import annotations

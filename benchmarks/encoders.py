@@ -1,12 +1,12 @@
-"""Encoding beside what others do, in one run, on the CPU or a GPU: what the exact speed-ups are worth.
+"""Encoding compared with diffusers and transformers, in one run, on the CPU or a GPU: the gain of the exact speed-ups.
 
     python benchmarks/encoders.py [--device cpu|cuda:0] [--size 512] [--layers 2] [--runs 5]
 
 Models are random and of the released shapes: the VAE whole; Qwen2.5-VL in its true width on as many tokens as a 1024²
 image has, but with fewer layers unless `--layers 28` is given.
 
-vae:    one image through the encoder without its time axis. Beside: diffusers' `vae.encode`.
-prompt: prompt and null prompt, as a full pass and its continuation. Beside: two full passes of transformers, images
+vae:    one image through the encoder without its time axis. Peer: diffusers' `vae.encode`.
+prompt: prompt and null prompt, as a full pass and its continuation. Peer: two full passes of transformers, images
         included.
 
 Each line ends with the largest difference between the two results.

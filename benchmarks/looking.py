@@ -1,9 +1,9 @@
-"""Looking at shards: what a summary of many indexes costs, and a check of every byte.
+"""Inspecting shards: the cost of a summary of many indexes, and of a check of every byte.
 
     python benchmarks/looking.py [--shards 10000] [--samples 60] [--runs 3]
 
-summary: `qie-stats` over so many indexes of 64 samples, in one process. Beside: json.loads of the same files.
-verify:  `qie-stats --verify` over so many samples of 11 MB, on one core. Beside: SHA-256 of the same tars by hashlib.
+summary: `qie-stats` over so many indexes of 64 samples, in one process. Peer: json.loads of the same files.
+verify:  `qie-stats --verify` over so many samples of 11 MB, on one core. Peer: SHA-256 of the same tars by hashlib.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What the training loop costs beside the model and the optimizer. On the CPU.
+"""The cost of the training loop on top of the model and the optimizer. On the CPU.
 
     python benchmarks/loop.py [--steps 40] [--runs 5]
 
 A stand-in for the transformer takes 100 ms for a forward pass, asleep, as a GPU would let the host sleep; its batches
-are of 1024² (one control, a prompt of 1,400 tokens), read from shards. Beside: the same model, loss and optimizer on
-one batch that is already there, in a bare loop: what reading, drawing noise and converting in the background take from
-a model that computes on the same two cores is in that difference, too.
+are of 1024² (one control, a prompt of 1,400 tokens), read from shards. Peer: the same model, loss and optimizer on
+one batch that is ready, in a bare loop. The difference therefore includes the time that reading, drawing noise and
+converting in the background take from a model that computes on the same two cores.
 
-outside: of qie's step, what is neither model, loss nor optimizer.
-waiting: of that, the time in which there was no batch.
-bare:    a step beside the bare loop's.
+outside: the part of qie's step outside model, loss and optimizer.
+waiting: the part of that in which no batch was ready.
+bare:    the extra time of a step, compared with the bare loop's.
 """
 
 from __future__ import annotations

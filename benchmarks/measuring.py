@@ -50,7 +50,7 @@ class Row:
     command: str = ""
 
     def __str__(self) -> str:
-        beside = f", beside {self.beside}" if self.beside else ""
+        beside = f", compared with {self.beside}" if self.beside else ""
         spread = f" ({self.spread})" if self.spread else ""
         return f"{self.what}{beside}: {self.found}{spread}{f'; {self.detail}' if self.detail else ''}"
 

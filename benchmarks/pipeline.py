@@ -1,4 +1,4 @@
-"""Precomputing as a whole: do the two encoders overlap, and what does everything around them cost? On the CPU.
+"""Precomputing as a whole: whether the two encoders overlap, and the cost of everything around them. On the CPU.
 
     python benchmarks/pipeline.py [--rows 60] [--engine-rows 100000] [--runs 3]
 
@@ -6,9 +6,9 @@ overlap, artificial: two stages that sleep equally long, as two GPUs would keep 
 overlap, encoders:   the real encoders on a tiny model, one thread each; the text pass is repeated until it costs
                      what the VAE does. So small a text encoder is nearly all Python, whose lock the VAE waits for.
 overlap, wide:       the VAE and layers of Qwen2.5-VL in their released shapes, which compute rather than call.
-    Beside: the same stages in turn, row by row. The ideal is one stage alone; `start-up` is one row's way through all.
+    Peer: the same stages in turn, row by row. The ideal is one stage alone; `start-up` is one row's way through all.
 engine: rows per second through reading, keys, records, tar, index and publishing, around an encoder that costs nothing.
-    Beside: webdataset's ShardWriter with the same tensors as .pth and metadata as .json, without keys, hashes or index.
+    Peer: webdataset's ShardWriter with the same tensors as .pth and metadata as .json, without keys, hashes or index.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def overlap(
     key: str, what: str, stages: Sequence[Stage[Any, Any]], new_items: Callable[[], Sequence[Any]], runs: int
 ) -> list[Row]:
-    """Overlapped beside in turn, and beside the ideal. `new_items` gives other ones each time."""
+    """Overlapped compared with in turn, and with the ideal. `new_items` gives new items each time."""
     in_turn, overlapped, slowest = [], [], []
     alone: dict[str, float] = {}
     for _ in range(runs):
@@ -194,7 +194,7 @@ class Generated:
 
 
 def engine(folder: Path, count: int, runs: int) -> list[Row]:
-    """The engine beside webdataset's writer, and how its memory grew."""
+    """The engine compared with webdataset's writer, and the growth of its memory."""
     ours, peers, grown = [], [], []
     forget_peak()
     for run in range(runs):

@@ -1,4 +1,4 @@
-"""The plain loop beside which qie's is measured: diffusers, peft and accelerate, put together with care."""
+"""The plain loop that qie's is compared with: diffusers, peft and accelerate, put together with care."""
 
 from __future__ import annotations
 

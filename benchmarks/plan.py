@@ -2,10 +2,10 @@
 
     python benchmarks/plan.py [--samples 1000000 10000000] [--shapes 1 40] [--runs 3]
 
-plan:     `qie.data.plan.plan_epoch`, batches of 8, by order. Memory is what it takes at most beside the columns.
-    Beside: random.shuffle of a list of positions, put into lists by shape in a dict, cut into tuples, which are
+plan:     `qie.data.plan.plan_epoch`, batches of 8, by order. Memory is its peak without the columns.
+    Peer: random.shuffle of a list of positions, put into lists by shape in a dict, cut into tuples, which are
     shuffled; without lengths, versions, weights or tails. Each ratio is of two plans in turn, one run after another.
-padding:  tokens that stand for nothing, per prompt token, of lengths evenly from 10 to 1,400.
+padding:  padding tokens per prompt token, for lengths spread evenly from 10 to 1,400.
 held_out: 100 rows for validation.
 """
 
@@ -67,7 +67,7 @@ def generated(count: int, shapes: int) -> Columns:
 
 
 def plans(columns: Columns, runs: int) -> list[Row]:
-    """Two rows an order: time and memory, beside the naive plan's."""
+    """Two rows per order: time and memory, compared with the naive plan's."""
     shapes: list[int] = columns.shapes.tolist()
     naive_bytes = peak_bytes(lambda: naive_plan(shapes))
     rows = []

@@ -7,13 +7,13 @@ read:    samples as they come of 1024² (two latents, a prompt's embedding, its 
          prompt is stored as its tail by most. Its embedding is joined by no peer, and by all: the ratios to both are
          given, since a trainer wants it for some batches only. Peers take their turns within a run, and read where
          they are called; qie prepares ahead in two threads, as it does for a trainer.
-    Beside: webdataset (the same tars, safetensors.torch.load), safetensors.torch.load_file and torch.load
+    Peers: webdataset (the same tars, safetensors.torch.load), safetensors.torch.load_file and torch.load
             (weights_only) of a file for each sample, files as qwen-image-finetune's cache has them (six for each
             sample, null prompt stored whole), and, where they are installed, MDS and litdata. To shuffle, webdataset
             draws from a buffer of as many samples as a shard has.
-check:   what the first pass costs by `verify`: each record's SHA-256 once, or always. Beside: nothing is checked.
+check:   the cost of the first pass by `verify`: each record's SHA-256 once, or always. Peer: no check.
 wait:    the share of time that training steps of 50 ms wait for the next of these samples, by `verify="first"`.
-start:   seconds from the start of a process to its first batch, imports included. Beside: one of a webdataset.
+start:   seconds from the start of a process to its first batch, imports included. Peer: one of a webdataset.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run all benchmarks at a size that suits two cores and 15 minutes, and write what they found into the docs.
+"""Run all benchmarks, sized for two cores and 15 minutes, and write their results into the docs.
 
     python benchmarks/run.py                      all, on this machine's CPU: `make bench`
     python benchmarks/run.py --gpu                those for a GPU, which take longer
@@ -51,10 +51,10 @@ SCRIPTS = {
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("--gpu", action="store_true", help="what is meant for a GPU")
+    made.add_argument("--gpu", action="store_true", help="run the benchmarks for a GPU")
     made.add_argument("--only", nargs="+", metavar="SCRIPT", choices=sorted(SCRIPTS["cpu"]), help="some of the scripts")
     made.add_argument("--none", action="store_true", help="run nothing, write the tables")
-    made.add_argument("--take", type=Path, metavar="FILE", help="run nothing, take over what this file holds")
+    made.add_argument("--take", type=Path, metavar="FILE", help="run nothing, take the results in this file")
     made.add_argument(
         "--data", type=Path, default=DATA, help="where the rows are kept; the tables are of the docs' own"
     )

@@ -4,10 +4,10 @@
     python benchmarks/scaling.py --only-computed
 
 open:    a folder of tiny samples from its compacted index, in a process of its own; then the first plan, of a shuffle
-         in batches of 8; memory at most and then, beside what the imports took.
+         in batches of 8; memory at its peak and after, without that of the imports.
 read:    shuffled samples a second after that: opening files, checking hashes, making batches. Tars are links to a few
-         small files, so it is the reader's own time, and none of a disk's.
-own:     opening from each shard's own index instead, up to so many samples. Beside: from the compacted index.
+         small files, so this is the reader's own time, without a disk's.
+own:     opening from each shard's own index instead, up to so many samples. Peer: the compacted index.
 work:    on paper, of 10⁴ to 10⁹ samples and of 1 to 512 GPUs, and a simulation of local copies with the real plan.
 """
 

@@ -1,4 +1,4 @@
-"""What machines fetch that keep whole shards on a disk of their own: simulated with the real plan."""
+"""The bytes that machines with local copies of whole shards fetch: simulated with the real plan."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Opening a source of very many rows: nothing is read of it but what says where each row is.
+"""Opening a source of very many rows, which reads only the positions of rows.
 
     python benchmarks/sources.py [--rows 1000000] [--runs 3]
 
 csv, jsonl, parquet: `qie.open_source` on a table of rows with the paths of two images and a prompt; no image is there.
-    Beside: every row parsed by csv.DictReader, json.loads and pyarrow.
+    Peer: every row parsed by csv.DictReader, json.loads and pyarrow.
 
-A row tells how much memory the process held more, at most.
+A row gives the peak of additional memory.
 """
 
 from __future__ import annotations

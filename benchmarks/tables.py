@@ -1,4 +1,4 @@
-"""What was measured, as Markdown: tables of docs/benchmarks.md, docs/scaling.md and README, from the stored data."""
+"""The measurements as Markdown: tables of docs/benchmarks.md, docs/scaling.md and README, from the stored data."""
 
 from __future__ import annotations
 

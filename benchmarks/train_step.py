@@ -1,18 +1,18 @@
-"""A training step of qie beside a plain loop of diffusers, peft and accelerate, in one run: time, memory, MFU.
+"""A training step of qie compared with a plain loop of diffusers, peft and accelerate, in one run: time, memory, MFU.
 
     python benchmarks/train_step.py [--size small|full] [--steps 10] [--runs 1] [--only cached] [--skip compile]
 
 A LoRA of rank 16, one control, batches of one row, a prompt of 34 words. Models have random weights and nothing is
 downloaded. `full` has the released models' shapes at 1024² and is meant for one GPU of 140 GB; `--only` and `--skip`
-take some of qie's lines. `small`, what is taken without a GPU, goes the same way through the code; its numbers say
-nothing of a GPU.
+take some of qie's lines. `small`, the default without a GPU, takes the same path through the code; its numbers say
+nothing about a GPU.
 
 The plain loop is what a careful user writes: gradient checkpointing, autocast, a float32 adapter and loss. "plain live"
 encodes target, control and prompt before each step with the pipeline's own methods, of images that are decoded,
 resized and cut into patches before the clock starts; "plain cached" is given all tensors on the device. qie runs as
 qie-train does: live, it decodes and encodes rows of a folder while it trains; cached, it reads them from shards.
 
-Each line is a model and an optimizer of its own beside the plain loop of its kind, live or cached, step by step: how
+Each line compares a model and optimizer of its own with the plain loop of its kind, live or cached, step by step: how
 many times as fast; medians; the most GPU memory that the steps took; MFU (model FLOPs against the GPU's peak) and how
 much of the time is the floor (all FLOPs that the step does, recomputed ones included, at the GPU's peak).
 """

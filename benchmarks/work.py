@@ -1,4 +1,4 @@
-"""What a row costs in the released shapes, on paper: FLOPs, bytes and memory. Nothing here is measured.
+"""The cost of a row in the released shapes, computed: FLOPs, bytes and memory. Nothing here is measured.
 
 A multiplication and an addition are two. Layers of torch are counted by torch, on the meta device; attention in full,
 though half of a causal one is masked. The vision tower cannot run there and is a formula.
