@@ -439,6 +439,7 @@ MALFORMED: dict[str, tuple[Callable[[Any, dict[str, np.ndarray]], object], str]]
     "a negative row": (value("rows", -1), "rows"),
     "a negative variant": (value("variants", -1), "variants"),
     "a negative offset": (value("offsets", -512), "offsets"),
+    "an offset without room behind it": (value("offsets", 10_000), "offsets"),
     "an offset behind the tar": (value("offsets", 1 << 40), "offsets"),
     "an offset at the end of what there is": (value("offsets", (1 << 63) - 1), "offsets"),
     "a negative size": (value("sizes", -1), "sizes"),

@@ -283,6 +283,9 @@ MISFITS = {
     "another control": entry(lambda one: one["shape"]["controls"].append([4, 6])),
     "no control": entry(lambda one: one["shape"].update(controls=[])),
     "tensors larger than the record": member(size=1000),
+    "tensors as large as the record": lambda index: member(size=sum(index["samples"][0]["tensor_bytes"].values()) + 7)(
+        index
+    ),
     "no record": member(size=0),
     "tokens of no width": entry(
         lambda one: one["tensor_bytes"].update(prompt_embed=0, empty_prompt_embed=0) or one.update(empty_tokens=7)

@@ -9,7 +9,7 @@ from braceexpand import braceexpand
 
 from qie.errors import ShardError, UsageError
 from qie.shards.index import shard_stem
-from qie.shards.storage import find_indexes, gaps, published, rows_of
+from qie.shards.storage import find_indexes, gaps, lonely, published, rows_of
 from qie.stores import Folder, LocalFolder, StoreError, open_folder
 from qie.stores.patterns import expand_braces
 from tests.s3 import S3
@@ -154,6 +154,8 @@ def test_rows_between_shards_that_no_shard_is_of_are_gaps(
     last = f"{shard_stem(starts[-1], starts[-1] + 64)}.tar"
     for place in (tmp_path, tmp_path / last):
         assert [gap[1:] for gap in gaps(find_indexes([place]))] == expected, "the folder counts"
+    fill(LocalFolder(tmp_path), [f"{shard_stem(0, 512)}.json"], [])
+    assert list(gaps(find_indexes([tmp_path]))) == [], "one that holds the rows of others, too"
 
 
 def test_what_is_published_is_asked_of_a_folder_a_path_or_a_url_and_its_name_gives_its_rows(tmp_path: Path) -> None:
@@ -172,6 +174,19 @@ def test_a_tar_without_an_index_does_not_exist_and_is_named(tmp_path: Path, endi
     with pytest.raises(ShardError, match=r"(?s)tars have no index.*found: +00000000-00000064\.tar"):
         find_indexes([f"{tmp_path}{ending}"])
     assert published(tmp_path) == []
+
+
+def test_a_tar_whose_index_came_since_its_folder_was_listed_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "00000000-00000064.tar").touch()
+    folder = LocalFolder(tmp_path)
+    before = folder.listing()
+    assert [tar.name for tar in lonely(folder)] == [*before]
+    shards(tmp_path, 0)
+    monkeypatch.setattr(LocalFolder, "listing", lambda self: before)
+
+    assert lonely(folder) == []
 
 
 # Nothing found

@@ -199,7 +199,7 @@ def test_rows_and_variants_are_listed_in_their_order_and_equal_ones_share_a_reco
     assert_sound(tmp_path, "00000000-00000004")
 
 
-def test_a_shard_whose_rows_are_all_skipped_is_a_shard(tmp_path: Path) -> None:
+def test_a_shard_of_skipped_rows_is_a_shard_and_a_record_that_fills_its_blocks_gets_no_padding(tmp_path: Path) -> None:
     index = write_shard(tmp_path, [None, None])
 
     assert ([gone.row for gone in index.skipped], index.filesize) == ([0, 1], 10240)
@@ -207,17 +207,14 @@ def test_a_shard_whose_rows_are_all_skipped_is_a_shard(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "00000000-00000002.tar", "r:") as opened:
         assert opened.getnames() == []
 
-
-def test_a_record_that_fills_its_blocks_gets_no_padding(tmp_path: Path) -> None:
     record = bytes(range(256)) * 4
-    with ShardWriter(tmp_path, 0, 3, RECIPE) as shard:
-        for row, sample in enumerate(SAMPLES):
+    with ShardWriter(tmp_path, 2, 5, RECIPE) as shard:
+        for row, sample in enumerate(SAMPLES, 2):
             shard.add(make_entry(sample, row), record)
-        index = shard.publish()
-
-    assert [member.offset for member in index.files.values()] == [512, 2048, 3584]
-    content = (tmp_path / TAR).read_bytes()
-    assert all(content[member.offset :][:1024] == record for member in index.files.values())
+        members = shard.publish().files.values()
+    assert [member.offset for member in members] == [512, 2048, 3584]
+    content = (tmp_path / "00000002-00000005.tar").read_bytes()
+    assert all(content[member.offset :][:1024] == record for member in members)
 
 
 # Complete or not there
@@ -293,21 +290,6 @@ def test_while_a_shard_is_replaced_no_index_vouches_for_it(tmp_path: Path, monke
     assert names(tmp_path) == [INDEX, TAR]
     assert_same(Shard(tmp_path / INDEX).load(index.samples[1]), make_sample(8, tokens=20))
     assert_sound(tmp_path)
-
-
-def test_a_writer_that_dies_before_its_index_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(self: LocalFolder, name: str, content: bytes) -> None:
-        raise KeyboardInterrupt
-
-    write_shard(tmp_path, SAMPLES)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(LocalFolder, "write", dies)
-        write_shard(tmp_path, SAMPLES)
-
-    assert names(tmp_path) == [TAR], "the new one, without the index of the old one"
-    assert published(tmp_path) == []
-    write_shard(tmp_path, SAMPLES)
-    assert names(tmp_path) == [INDEX, TAR]
 
 
 def test_a_writer_that_has_published_or_given_up_takes_nothing_from_its_successor(tmp_path: Path, folder: Path) -> None:
@@ -396,20 +378,25 @@ def test_on_a_full_disk_there_is_no_new_shard_and_what_was_there_stays(tmp_path:
 
 
 @pytest.mark.parametrize("replacing", [False, True], ids=["new", "replacing"])
-def test_without_room_for_its_index_a_shard_is_not_there(tmp_path: Path, replacing: bool) -> None:
-    def full(file: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize("end", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()], ids=repr)
+def test_a_writer_that_ends_before_its_index_leaves_no_shard(
+    tmp_path: Path, replacing: bool, end: BaseException
+) -> None:
+    def ends(file: object) -> None:
+        raise end
 
     if replacing:
         write_shard(tmp_path, SAMPLES)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(QieError) as error:
-        patch.setattr("qie.stores.disk._sync", full)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((QieError, KeyboardInterrupt)) as error:
+        patch.setattr("qie.stores.disk._sync", ends)
         write_shard(tmp_path, SAMPLES[::-1])
 
-    assert "No space left on device" in str(error.value.found)
-    assert (names(tmp_path), published(tmp_path)) == ([TAR], [])
+    assert isinstance(end, KeyboardInterrupt) or "No space left on device" in str(error.value)
+    assert (names(tmp_path), published(tmp_path)) == ([TAR], []), "the new one, without the index of the old one"
     remove_abandoned(open_folder(tmp_path), (0, 3))
     assert names(tmp_path) == []
+    write_shard(tmp_path, SAMPLES)
+    assert names(tmp_path) == [INDEX, TAR]
 
 
 @pytest.mark.parametrize("size", [0, 5_000, 15_000, 40_000])
@@ -429,15 +416,15 @@ def test_at_a_real_limit_nothing_is_left(tmp_path: Path, size: int) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("stage", ["first record", "rename"])
-@pytest.mark.parametrize(("number", "room"), [(errno.EIO, False), (errno.EDQUOT, True)], ids=["broken", "quota"])
-def test_of_a_disk_that_refuses_it_is_said_why(tmp_path: Path, stage: str, number: int, room: bool) -> None:
-    with failing(stage, number), pytest.raises(ShardError) as error:
-        write_shard(tmp_path, LARGE)
+def test_of_a_disk_that_refuses_it_is_said_why(tmp_path: Path) -> None:
+    for stage in ("first record", "rename"):
+        for number, room in ((errno.EIO, False), (errno.EDQUOT, True)):
+            with failing(stage, number), pytest.raises(ShardError) as error:
+                write_shard(tmp_path, LARGE)
 
-    assert error.value.found == os.strerror(number)
-    assert ("free some space" in str(error.value.hint)) == room
-    assert names(tmp_path) == []
+            assert error.value.found == os.strerror(number)
+            assert ("free some space" in str(error.value.hint)) == room
+            assert names(tmp_path) == []
 
 
 def test_a_place_that_cannot_be_written_to_is_an_error(tmp_path: Path, s3: S3) -> None:
@@ -720,26 +707,25 @@ def test_in_a_bucket_rows_that_another_shard_got_meanwhile_are_not_published(s3:
     assert list(open_folder(s3.url).listing()) == [INDEX, TAR]
 
 
-@pytest.mark.parametrize("method", ["delete", "upload", "write"])
-def test_a_store_that_refuses_leaves_no_new_shard(s3: S3, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_a_store_that_refuses_leaves_no_new_shard(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: ObjectFolder, *_: object) -> None:
-        raise StoreError("the store denies access", where=self.url)
+        raise StoreError("a store denies access", where=self.url)
 
-    monkeypatch.setattr(ObjectFolder, method, refuse)
-    with pytest.raises(StoreError, match="the store denies access"):
-        write_shard(s3.url, SAMPLES)
+    for method in ("delete", "upload", "write"):
+        with monkeypatch.context() as patch, pytest.raises(StoreError, match="a store denies access"):
+            patch.setattr(ObjectFolder, method, refuse)
+            write_shard(s3.url, SAMPLES)
+        assert published(s3.url) == []
 
-    assert published(s3.url) == []
 
+def test_a_full_disk_leaves_a_bucket_as_it_was(s3: S3) -> None:
+    for stage in STAGES[1:-1]:
+        with failing(stage), pytest.raises(ShardError, match="the shard cannot be written") as error:
+            write_shard(s3.url, LARGE)
 
-@pytest.mark.parametrize("stage", STAGES[1:-1])
-def test_a_full_disk_leaves_a_bucket_as_it_was(s3: S3, stage: str) -> None:
-    with failing(stage), pytest.raises(ShardError, match="the shard cannot be written") as error:
-        write_shard(s3.url, LARGE)
-
-    assert str(error.value.where) == tempfile.gettempdir()
-    assert "free some space" in str(error.value.hint)
-    assert open_folder(s3.url).listing() == {}
+        assert str(error.value.where) == tempfile.gettempdir()
+        assert "free some space" in str(error.value.hint)
+        assert open_folder(s3.url).listing() == {}
 
 
 def test_in_a_bucket_nothing_is_taken_for_abandoned(s3: S3) -> None:

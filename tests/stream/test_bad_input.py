@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from qie.errors import QieError, ShardError, UsageError
+from qie.shards.reader import Shard
 from qie.stream_chooser import open_stream
-from tests.builders import make_sample, rewrite_index, write_shard
+from tests.builders import assert_same, make_sample, rewrite_index, write_shard
 
 STEM = "00000000-00000004"
 
@@ -96,7 +97,9 @@ def test_a_weight_of_a_source_that_is_not_there_is_refused_with_those_that_are(s
 # As many as there are
 
 
-def test_there_may_be_more_shards_than_files_that_a_process_may_open(tmp_path: Path) -> None:
+def test_there_may_be_more_shards_than_files_that_a_process_may_open_and_one_that_is_kept_open_stays_so(
+    tmp_path: Path,
+) -> None:
     write_shard(tmp_path, [make_sample(0)])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     may = max(map(int, os.listdir("/proc/self/fd"))) + 64
@@ -110,8 +113,12 @@ def test_there_may_be_more_shards_than_files_that_a_process_may_open(tmp_path: P
             lambda values, row=row: (values.update(start=row, stop=row + 1), values["samples"][0].update(row=row)),
         )
 
+    kept = Shard(tmp_path / "00000000-00000001.json")
     resource.setrlimit(resource.RLIMIT_NOFILE, (may, hard))
     try:
+        kept.tar.keep_open()
         assert sum(len(batch) for batch in open_stream(tmp_path)) == may + 8
+        kept.file.folder.delete(kept.file.name)
+        assert_same(kept.load(kept.index.samples[0]), make_sample(0))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
