@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from qie.config import Config, LoraConfig, load_config, required
-from qie.config.renamed import MOVED, moved
+from qie.config.earlier_programs import MOVED, moved
 from qie.errors import ConfigError, GoneError
 from tests.builders import ROOT
 

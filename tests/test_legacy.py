@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import qie
 from qie.config import Config, load_config
-from qie.config.renamed import moved
+from qie.config.earlier_programs import moved
 from qie.data.sources import open_source
 from qie.errors import ConfigError, RowError, ShardError, UsageError
 from qie.legacy import (

@@ -45,7 +45,7 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from qie.config.renamed import moved
+            from qie.config.earlier_programs import moved
 
             name = error.option_name.lstrip("-").replace("-", "_")
             own, answer = f"--{name.replace('_', '-')}", moved(name)

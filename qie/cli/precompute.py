@@ -152,7 +152,7 @@ def _settings(config: Config, options: dict[str, Any]) -> Settings:
 
 
 def _followed(run: Callable[..., Report], rows: int, progress: Progress, log: JsonLog) -> Report:
-    from qie.precompute.progress import Pace
+    from qie.precompute.report import Pace
 
     pace = Pace(rows)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel
 from pydantic import ValidationError as PydanticError
 
-from qie.config.renamed import MOVED, moved
+from qie.config.earlier_programs import MOVED, moved
 from qie.config.schema import Config
 from qie.config.yaml_text import MAX_CHARS, Key, Typed, dotted, expand, parse_yaml
 from qie.errors import ConfigError

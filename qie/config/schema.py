@@ -68,7 +68,7 @@ class Section(BaseModel):
         return legible(value)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        from qie.config.renamed import moved, within  # which knows all sections
+        from qie.config.earlier_programs import moved, within  # which knows all sections
 
         hint = "write it into the file, or qie.load_config(file, ['section.key=value'])"
         known_as = moved(within(type(self), name))
@@ -84,7 +84,7 @@ class Section(BaseModel):
             """For a name that is not a field: old keys get their replacement."""
             if name.startswith("_"):  # what pydantic and Python ask for, even while sections are being made
                 return super().__getattr__(name)
-            from qie.config.renamed import moved, within
+            from qie.config.earlier_programs import moved, within
 
             place = within(type(self), name)
             if answer := moved(place):

@@ -1,6 +1,6 @@
 """Names of the earlier programs that have no counterpart here, and what replaced them, as docs/migration.md lists them.
 
-Names of configuration keys are in `qie.config.renamed`.
+Names of configuration keys are in `qie.config.earlier_programs`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from qie.config.renamed import moved
+from qie.config.earlier_programs import moved
 from qie.errors import GoneError, UsageError
 
 INSTEAD = {

@@ -2,7 +2,7 @@
 
 from qie.precompute.engine import Settings
 from qie.precompute.local import precompute
-from qie.precompute.progress import Report
 from qie.precompute.ranges import resolve_part, resolve_range
+from qie.precompute.report import Report
 
 __all__ = ["Report", "Settings", "precompute", "resolve_part", "resolve_range"]

@@ -10,7 +10,7 @@ from qie.data.sources import Source
 from qie.errors import QieError
 from qie.precompute.engine import Settings
 from qie.precompute.local import precompute
-from qie.precompute.progress import Report
+from qie.precompute.report import Report
 
 
 @dataclass(eq=False)

@@ -24,8 +24,8 @@ from qie.data.live import RowEncoder
 from qie.data.sources import Source
 from qie.errors import QieError, UsageError
 from qie.precompute.engine import Engine, Settings
-from qie.precompute.progress import OnReport, Report
 from qie.precompute.ranges import Range, shard_ranges
+from qie.precompute.report import OnReport, Report
 from qie.recipe import Recipe
 from qie.shards.index import read_index
 from qie.shards.shard_set import require_disjoint

@@ -20,8 +20,8 @@ from qie.data.sources import Source
 from qie.errors import QieError, UsageError
 from qie.precompute.engine import Engine, Settings
 from qie.precompute.local import Opener, plan_shards
-from qie.precompute.progress import OnReport, Report
 from qie.precompute.ranges import Range
+from qie.precompute.report import OnReport, Report
 from qie.recipe import Recipe
 from qie.shards.shard_set import require_disjoint
 from qie.shards.storage import published, rows_of
