@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from qie.cli import predict
 from qie.config import AdapterConfig, Config, LoraConfig, load_config
 from qie.errors import UsageError
 from qie.from_config import open_predictor, open_samples
-from qie.inference.sample_images import save_samples
 from qie.pretrained import PretrainedModel, open_pretrained
 from qie.training.model.load import load_transformer
 from qie.training.model.lora import add_frozen_adapters, add_lora, save_adapter
@@ -168,38 +166,6 @@ def test_a_transformer_is_left_as_it_was_when_generating_fails(config, pretraine
     assert transformer.training and transformer.forward is fail
 
 
-def test_losses_of_a_run_with_samples_are_those_of_the_run_without(config, pretrained) -> None:
-    """Dropout draws from the global random state, which is seeded once, so that any draw between steps would show."""
-
-    def losses(sampler) -> list[float]:
-        transformer = adapted(pretrained, dropout=0.5)
-        transformer.enable_gradient_checkpointing()
-        trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2)
-        torch.manual_seed(3)
-        found = []
-        for _ in range(3):
-            if sampler:
-                sampler(transformer)
-            predicted = transformer(
-                hidden_states=torch.randn(1, 16, transformer.config.in_channels),
-                timestep=torch.tensor([0.5]),
-                encoder_hidden_states=torch.randn(1, 5, transformer.config.joint_attention_dim),
-                img_shapes=[[(1, 4, 4)]],
-                return_dict=False,
-            )[0]
-            loss = predicted.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(loss.detach()))
-        return found
-
-    without = losses(None)
-    assert losses(open_samples(config, CPU)) == without
-    assert len(set(without)) == 3
-
-
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["bf16 base", "float32 weights"])
 def test_mixed_precision_gives_nearly_the_same(config, pretrained, weights: torch.dtype) -> None:
     kinds = torch.float32, torch.bfloat16
@@ -322,15 +288,3 @@ def test_transparent_parts_have_the_colour_that_they_have_in_training(config, pr
         )
         images_made += open_samples(changed, CPU)(load_transformer(pretrained, torch.float32))
     assert images_made[0].tobytes() != images_made[1].tobytes()
-
-
-def test_saved_samples_are_named_by_step_and_carry_their_settings(config, pretrained, tmp_path: Path) -> None:
-    images = open_samples(config, CPU)(load_transformer(pretrained, torch.float32))
-    paths = save_samples(images, tmp_path / "run", 200)
-    assert [path.name for path in paths] == ["step-000200-0.png", "step-000200-1.png"]
-    assert sorted((tmp_path / "run" / "samples").iterdir()) == paths, "something else was left there"
-    for path, image, prompt in zip(paths, images, PROMPTS, strict=True):
-        saved = Image.open(path)
-        settings = json.loads(saved.text["qie"])
-        assert saved.tobytes() == image.tobytes()
-        assert (settings["prompt"], settings["step"], settings["cfg"], settings["steps"]) == (prompt, 200, 3.0, 2)

@@ -257,8 +257,13 @@ def test_an_adapter_of_other_tensors_or_scale_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("quantize", QUANTIZED)
-@pytest.mark.parametrize("kind", ["gaussian", "kaiming", "orthogonal", "dora"])
+@pytest.mark.parametrize(
+    ("kind", "quantize"),
+    [
+        *((kind, None) for kind in ("gaussian", "kaiming", "orthogonal", "dora")),
+        *(("gaussian", "fp8"), ("orthogonal", "int8"), ("dora", "nf4")),
+    ],
+)
 def test_a_new_adapter_changes_nothing_and_only_it_is_trained(tiny_edit: Path, batch, kind, quantize, dtype) -> None:
     inputs = batch.to(torch.device("cpu"), dtype)
     transformer = transformer_of(tiny_edit, dtype, quantize=quantize).eval()

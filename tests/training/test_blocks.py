@@ -62,8 +62,9 @@ def alive(made: list[weakref.ref[torch.Tensor]]) -> int:
     return sum(copy() is not None for copy in made)
 
 
-@pytest.mark.parametrize("offload", [0, 1, 2, 3, 6])
-@pytest.mark.parametrize("every", [0, 1, 2, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("every", "offload"), [(0, 0), (0, 1), (0, 6), (1, 0), (1, 3), (2, 2), (2, 6), (3, 1), (4, 3), (7, 0), (7, 2)]
+)
 def test_the_chosen_blocks_alone_are_recomputed_and_no_bit_of_a_gradient_changes(
     every: int, offload: int, expected, copies
 ) -> None:

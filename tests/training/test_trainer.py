@@ -13,14 +13,13 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file
 
-from qie.config import Config, load_config
+from qie.config import Config
 from qie.data.sources import SourceSpec, open_source
 from qie.precompute import precompute
 from qie.shards.shard_set import ShardSet
 from qie.training.loop import unheeded
 from qie.training.model import trainable
 from qie.training.model.blocks import compile_blocks
-from qie.training.model.lora import adapter_tensors, add_lora, load_adapter
 from qie.training.objective import Objective
 from qie.training.reporting.card import read_run
 from qie.training.run import Run
@@ -66,7 +65,7 @@ def same_end(bench: Bench, whole: Path, output: Path, step: int, last: int, **se
 # Length
 
 
-@pytest.mark.parametrize(("batch_size", "accumulated", "steps"), [(1, 4, 4), (2, 3, 4), (3, 1, 8), (20, 1, 8)])
+@pytest.mark.parametrize(("batch_size", "accumulated", "steps"), [(2, 3, 4), (3, 1, 8), (20, 1, 8)])
 def test_in_so_many_epochs_each_sample_is_trained_on_so_often(
     bench: Bench, tmp_path: Path, trained: Counter[str], batch_size: int, accumulated: int, steps: int
 ) -> None:
@@ -119,29 +118,21 @@ def test_longer_gradients_are_scaled_down(bench: Bench, tmp_path: Path, longest:
 # Averages and continued runs
 
 
-def test_the_average_is_that_of_the_formula(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first: dict[str, torch.Tensor] = {}
-    training_step = Run.training_step
-
-    def remember(run: Run):
-        if run.step == 0:
-            state = adapter_tensors(run.trainable.transformer)
-            first.update({f"transformer.{name}": tensor.clone() for name, tensor in state.items()})
-        return training_step(run)
-
-    monkeypatch.setattr(Run, "training_step", remember)
+def test_the_average_is_that_of_the_formula(bench: Bench, tmp_path: Path) -> None:
+    """Seen on second factors, which begin as zeros."""
     bench.train(tmp_path, train__max_steps=3, train__checkpoint_every=1, train__ema_decay=0.25)
-    expected = first
+    expected = torch.zeros(())
     for step, decay in [(1, 2 / 11), (2, 3 / 12), (3, 0.25)]:  # 4/13 is more than 0.25
-        weights = load_file(checkpoint(tmp_path, step) / ADAPTER)
-        expected = {name: decay * expected[name] + (1 - decay) * weights[name] for name in weights}
-        found = load_file(checkpoint(tmp_path, step) / "ema" / ADAPTER)
-        assert found.keys() == expected.keys()
-        for name in found:
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
+        weights, average = (load_file(checkpoint(tmp_path, step) / part / ADAPTER) for part in ("", "ema"))
+        assert average.keys() == weights.keys()
+        name = next(name for name in weights if "lora_B" in name)
+        expected = decay * expected + (1 - decay) * weights[name]
+        torch.testing.assert_close(average[name], expected, rtol=1e-5, atol=1e-7)
 
 
-def test_validation_sees_the_average_and_training_does_not(bench: Bench, plain: Path, tmp_path: Path) -> None:
+def test_validation_sees_the_average_training_does_not_and_a_run_that_continues_from_it_begins_with_its_loss(
+    bench: Bench, plain: Path, tmp_path: Path
+) -> None:
     bench.train(tmp_path / "averaged", train__ema_decay=0.9)
     assert losses(tmp_path / "averaged") == losses(plain)
     (before, *seen), (same, *other) = validations(tmp_path / "averaged"), validations(plain)
@@ -150,14 +141,6 @@ def test_validation_sees_the_average_and_training_does_not(bench: Bench, plain: 
     assert (weights / ADAPTER).read_bytes() == (checkpoint(plain, 4) / ADAPTER).read_bytes()
     bench.train(tmp_path / "from_average", train__max_steps=1, model__lora={"r": 4, "continue_from": str(average)})
     assert validations(tmp_path / "from_average")[0] == (0, seen[-1][1])
-
-
-def test_a_run_that_continues_from_another_begins_with_its_last_validation_loss(
-    bench: Bench, plain: Path, tmp_path: Path
-) -> None:
-    bench.train(tmp_path, train__max_steps=1, model__lora={"r": 4, "continue_from": str(checkpoint(plain, 4))})
-    assert validations(tmp_path)[0] == (0, validations(plain)[-1][1])
-    assert validations(plain)[0] != validations(plain)[-1]
 
 
 # All weights
@@ -185,7 +168,7 @@ def test_all_weights_are_trained_saved_for_diffusers_and_resumed_bit_for_bit(
 # Ways to save memory and time
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
 def test_on_a_quantised_base_the_loss_falls_and_a_run_resumes_bit_for_bit(
     bench: Bench, tmp_path: Path, quantize: str
 ) -> None:
@@ -201,9 +184,8 @@ def test_on_a_quantised_base_the_loss_falls_and_a_run_resumes_bit_for_bit(
     same_end(bench, tmp_path / "whole", tmp_path / "resumed", 12, 24, **settings)
 
 
-@pytest.mark.parametrize("every", [True, 2])
-def test_what_is_computed_again_changes_no_bit(bench: Bench, plain: Path, tmp_path: Path, every: bool | int) -> None:
-    bench.train(tmp_path, train__gradient_checkpointing=every)
+def test_what_is_computed_again_changes_no_bit(bench: Bench, plain: Path, tmp_path: Path) -> None:
+    bench.train(tmp_path, train__gradient_checkpointing=2)
     assert lines(tmp_path) == lines(plain)
     assert (checkpoint(tmp_path, 4) / ADAPTER).read_bytes() == (checkpoint(plain, 4) / ADAPTER).read_bytes()
 
@@ -259,16 +241,3 @@ def test_of_a_run_s_checkpoints_the_last_and_every_nth_stay_and_run_json_names_t
     assert list(read_run(tmp_path).checkpoints) == kept
     bench.train(tmp_path, "--resume", "latest", train__max_steps=8, **settings)
     assert list(read_run(tmp_path).checkpoints) == names(tmp_path) == [*kept, "checkpoint-000008"]
-
-
-def test_a_checkpoint_loads_into_an_adapter_of_the_same_configuration(
-    bench: Bench, tiny_edit: Path, plain: Path
-) -> None:
-    transformer = transformer_of(tiny_edit)
-    config = load_config(str(bench.folder / "config.yaml"), ())
-    add_lora(transformer, config.model.lora, seed=7)
-    load_adapter(adapter_tensors(transformer), checkpoint(plain, 4))
-    saved = load_file(checkpoint(plain, 4) / ADAPTER)
-    state = {f"transformer.{name}": tensor for name, tensor in adapter_tensors(transformer).items()}
-    assert state.keys() == saved.keys()
-    assert all(torch.equal(state[name], saved[name]) for name in saved)
