@@ -7,7 +7,7 @@ import fcntl
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +84,10 @@ def test_the_latest_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path / "checkpoint-000005"), tmp_path).name == "checkpoint-000005"
 
 
-@pytest.mark.parametrize(
-    ("resume", "what"), [("latest", "no checkpoint to resume"), ("checkpoint-000005", "no such checkpoint")]
-)
-def test_where_there_is_none_to_resume_that_is_said(tmp_path: Path, resume: str, what: str) -> None:
-    with pytest.raises(UsageError, match=what):
-        find_checkpoint(resume if resume == "latest" else str(tmp_path / resume), tmp_path)
-
-
-def text_of(folder: Path) -> str:
-    return (folder / "state.json").read_text()
+def test_where_there_is_none_to_resume_that_is_said(tmp_path: Path) -> None:
+    for resume, what in (("latest", "no checkpoint to resume"), (tmp_path / "checkpoint-05", "no such checkpoint")):
+        with pytest.raises(UsageError, match=what):
+            find_checkpoint(str(resume), tmp_path)
 
 
 def test_a_folder_that_holds_a_run_is_resumed_from_its_own_checkpoints_alone(tmp_path: Path) -> None:
@@ -106,36 +100,34 @@ def test_a_folder_that_holds_a_run_is_resumed_from_its_own_checkpoints_alone(tmp
     assert find_resume(None, tmp_path / "new") is None
 
 
-DAMAGES: dict[str, Any] = {
-    "a bit is flipped": lambda folder: (folder / "trained" / "weights").write_bytes(
-        (folder / "trained" / "weights").read_bytes()[:-1] + b"?"
-    ),
-    "a file is cut short": lambda folder: (folder / OPTIMIZER_FILE).write_bytes(b"weights"),
+def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+DAMAGES = {
+    "a bit is flipped": rewritten("trained/weights", lambda content: content[:-1] + b"?"),
+    "a file is cut short": rewritten(OPTIMIZER_FILE, lambda _: b"weights"),
     "a file is gone": lambda folder: (folder / "ema" / "weights").unlink(),
-    "the state is cut short": lambda folder: (folder / "state.json").write_text(text_of(folder)[:-9]),
-    "a bit of the state is flipped": lambda folder: (folder / "state.json").write_text(
-        text_of(folder).replace("0.1", "0.3")
-    ),
-    "the state is no text": lambda folder: (folder / "state.json").write_bytes(b"\xff"),
-    "the state is too deep": lambda folder: (folder / "state.json").write_text("[" * 100_000),
-    "the state is a list": lambda folder: (folder / "state.json").write_text("[]"),
-    "the state is another tool's": lambda folder: (folder / "state.json").write_text("{}"),
+    "the state is cut short": rewritten("state.json", lambda content: content[:-9]),
+    "a bit of the state is flipped": rewritten("state.json", lambda content: content.replace(b"0.1", b"0.3")),
+    "the state is no text": rewritten("state.json", lambda _: b"\xff"),
+    "the state is too deep": rewritten("state.json", lambda _: b"[" * 100_000),
+    "the state is a list": rewritten("state.json", lambda _: b"[]"),
+    "the state is another tool's": rewritten("state.json", lambda _: b"{}"),
 }
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["with one before", "alone"])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_or_a_new_start_offered(
-    tmp_path: Path, damage: Any, before: bool
+def test_a_damaged_checkpoint_is_named_and_a_new_start_or_the_one_before_it_offered(
+    tmp_path: Path, damage: Callable[[Path], object]
 ) -> None:
-    if before:
+    folder = written(tmp_path, 8)
+    damage(folder)
+    for offered in ("start again", f"continue from the one before: --resume {tmp_path / 'checkpoint-000003'}"):
+        with pytest.raises(QieError, match="damaged") as caught:
+            load(folder)
+        assert caught.value.where == folder and str(caught.value.hint).startswith(offered)
         written(tmp_path, 3)
-    damage(written(tmp_path, 8))
-    with pytest.raises(QieError, match="damaged") as caught:
-        load(tmp_path / "checkpoint-000008")
-    assert caught.value.where == tmp_path / "checkpoint-000008"
-    offered = f"continue from the one before: --resume {tmp_path / 'checkpoint-000003'}" if before else "start again"
-    assert str(caught.value.hint).startswith(offered)
 
 
 def test_without_hashes_only_sizes_are_compared(tmp_path: Path) -> None:

@@ -27,9 +27,7 @@ def counted(transformer, given) -> tuple[int, int]:
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-@pytest.mark.parametrize(
-    ("all_trained", "every", "again"), [(False, 0, 0), (True, 0, 0), (False, 1, 6), (False, 2, 3), (False, 4, 2)]
-)
+@pytest.mark.parametrize(("all_trained", "every", "again"), [(True, 0, 0), (False, 1, 6), (False, 4, 2)])
 def test_torch_counts_the_same(all_trained: bool, every: int, again: int) -> None:
     transformer = small_transformer(lora=False).requires_grad_(all_trained)
     forward, backward = counted(transformer, inputs(batch=1, text_tokens=60))

@@ -227,12 +227,9 @@ def test_advice_names_what_gains_most_first_and_nothing_in_use(released, which, 
     assert all(word in line for word, line in zip(first, lines, strict=False))
     assert not [word for word in named if not any(word in line for line in lines)]
     assert not [word for word in unnamed if any(word in line for line in lines)]
-
-
-def test_advice_gains_what_it_says(released) -> None:
-    setup = replace(released[0], gradient_checkpointing=0)
-    difference = estimate(setup).total - estimate(replace(setup, gradient_checkpointing=1)).total
-    assert f"train.gradient_checkpointing=true: {difference / 1e9:.1f} GB less" in advice(setup)
+    if which == 0 and changes == PLENTY:
+        difference = estimate(setup).total - estimate(replace(setup, gradient_checkpointing=1)).total
+        assert f"train.gradient_checkpointing=true: {difference / 1e9:.1f} GB less" in lines
 
 
 @pytest.mark.parametrize("free", [80, 40])

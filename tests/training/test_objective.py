@@ -148,13 +148,6 @@ def test_each_samples_loss_is_its_mean_error_by_kind_and_weighting(
     assert_close(compute_loss_weighting_for_sd3(weighting, sigmas).double(), weights, rtol=1e-5, atol=0)
 
 
-def test_under_the_huber_loss_no_error_pulls_harder_than_delta() -> None:
-    latent, noise, prediction = flow(2)
-    prediction.requires_grad_(True)
-    flow_loss(prediction, latent, noise, torch.tensor([0.2, 0.8]), huber_delta=0.3).sum().backward()
-    assert prediction.grad.abs().max() * prediction[0].numel() == pytest.approx(0.3)
-
-
 @pytest.mark.parametrize("huber_delta", [None, 100.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_is_computed_in_float32_whatever_it_is_given(dtype: torch.dtype, huber_delta: float | None) -> None:
@@ -290,13 +283,6 @@ def test_levels_stay_where_noise_and_weights_are_defined_whatever_the_parameters
     assert sigmas.min() == FlowMatchEulerDiscreteScheduler().sigmas.min(), "the least level of diffusers"
 
 
-def test_levels_are_as_spread_over_the_steps_of_one_sample_as_over_samples() -> None:
-    sigmas = torch.cat([draw_sigmas(0, step, KEYS[:1], "uniform") for step in range(3000)])
-    assert float(sigmas.mean()) == pytest.approx(0.5, abs=0.02)
-    assert float(sigmas.std()) == pytest.approx(12**-0.5, abs=0.01)
-    assert abs(float(torch.corrcoef(torch.stack([sigmas[:-1], sigmas[1:]]))[0, 1])) < 0.05
-
-
 def test_as_many_are_dropped_as_asked_for_and_those_of_a_lower_rate_with_a_higher_one_too() -> None:
     keys = [str(number) for number in range(4000)]
     dropped = {rate: draw_dropped(0, 0, keys, rate, "caption") for rate in (0.0, 0.1, 0.3, 0.5, 1.0)}
@@ -378,15 +364,10 @@ def test_each_sample_keeps_exactly_the_tokens_of_its_own_prompt_or_null_prompt(
         assert torch.equal(embeds[number, :length], source[number, :length])
         assert (embeds[number, length:] == 0).all()
     assert mask is None or not bool(mask.all()), "attention is faster without a mask that masks nothing"
-    assert embeds.dtype == whole.prompt_embed.dtype
-
-
-def test_dropping_nothing_or_everything_copies_nothing() -> None:
-    whole = batch([9, 12, 10], [7, 5, 7])
-    embeds, mask = drop_captions(whole, torch.zeros(3, dtype=torch.bool))
-    assert embeds is whole.prompt_embed and mask is whole.prompt_embeds_mask
-    embeds, mask = drop_captions(whole, torch.ones(3, dtype=torch.bool))
-    assert embeds is whole.empty_prompt_embed and mask is whole.empty_prompt_embeds_mask
+    if not any(dropped):
+        assert embeds is whole.prompt_embed and mask is whole.prompt_embeds_mask, "nothing is copied"
+    if all(dropped):
+        assert embeds is whole.empty_prompt_embed and mask is whole.empty_prompt_embeds_mask
 
 
 def test_dropping_leaves_the_batch_as_it_was_and_keeps_its_precision() -> None:
@@ -517,11 +498,11 @@ def test_each_parameter_of_the_levels_reaches_them(sampling: str, given: dict[st
     assert not torch.equal(found, make_objective(timestep_sampling=sampling).draw(batch, 4).sigmas)
 
 
-@pytest.mark.parametrize(("captions", "controls"), [(0.0, 1.0), (1.0, 0.0)])
-def test_each_dropout_has_its_own_rate(captions: float, controls: float) -> None:
-    draws = make_objective(captions=captions, controls=controls).draw(batch_of(sample(0), sample(1)), 4)
-    assert draws.dropped_prompts.tolist() == [bool(captions)] * 2
-    assert draws.dropped_controls.tolist() == [bool(controls)] * 2
+def test_each_dropout_has_its_own_rate() -> None:
+    for captions, controls in ((0.0, 1.0), (1.0, 0.0)):
+        draws = make_objective(captions=captions, controls=controls).draw(batch_of(sample(0), sample(1)), 4)
+        assert draws.dropped_prompts.tolist() == [bool(captions)] * 2
+        assert draws.dropped_controls.tolist() == [bool(controls)] * 2
 
 
 # Losses
@@ -683,12 +664,6 @@ def test_a_validation_that_fails_leaves_the_model_in_training() -> None:
 # zero_cond_t
 
 
-def without_zero_cond_t(model: QwenImageTransformer2DModel) -> QwenImageTransformer2DModel:
-    twin = QwenImageTransformer2DModel.from_config({**model.config, "zero_cond_t": False})
-    twin.load_state_dict(model.state_dict())
-    return twin.eval()
-
-
 def test_velocity_is_bit_for_bit_what_the_released_pipeline_computes_in_each_step(
     plus, tiny_edit_plus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -733,39 +708,3 @@ def test_velocity_is_bit_for_bit_what_the_released_pipeline_computes_in_each_ste
         assert asked["encoder_hidden_states_mask"] is None
         assert torch.equal(found, unpack(output[:, : parts[0].shape[1]], *sizes[0]))
         assert found.std() > 0.1
-
-
-def modulated(model: QwenImageTransformer2DModel, sigma: float, batch: Batch) -> torch.Tensor:
-    """The image tokens as the first block modulates them, [B, target + controls, width]."""
-    seen: list[torch.Tensor] = []
-
-    def watch(module: Any, arguments: Any, given: dict[str, Any]) -> None:
-        seen.append(given["hidden_states"])
-
-    hook = model.transformer_blocks[0].attn.register_forward_pre_hook(watch, with_kwargs=True)
-    with torch.no_grad():
-        velocity(model, batch.pixel_latent, torch.full((len(batch),), sigma), batch, batch.prompt_embed, None)
-    hook.remove()
-    return seen[0]
-
-
-def test_with_zero_cond_t_controls_are_modulated_as_at_level_0_and_the_target_at_its_own(plus) -> None:
-    batch, twin = batch_of(sample(0), sample(1)).to(CPU, torch.float32), without_zero_cond_t(plus)
-    found, target = modulated(plus, 0.7, batch), 12
-    at_0, at_level = modulated(twin, 0.0, batch), modulated(twin, 0.7, batch)
-    assert_close(found[:, target:], at_0[:, target:], rtol=1e-5, atol=1e-5)
-    assert_close(found[:, :target], at_level[:, :target], rtol=1e-5, atol=1e-5)
-    assert (at_level - at_0)[:, target:].abs().max() > 0.1 * at_0.std(), "the level has no effect"
-
-
-def test_zero_cond_t_changes_the_loss_and_such_a_model_learns(plus, tiny_edit_plus: Path) -> None:
-    made, batch = make_objective(), batch_of(sample(0), sample(1, 12))
-    before = made.validation_losses(plus, batch, 0.5)
-    assert not torch.allclose(before, made.validation_losses(without_zero_cond_t(plus), batch, 0.5), rtol=1e-4)
-    model = strong(tiny_edit_plus)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for number in range(20):
-        made.loss(model, batch, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert (made.validation_losses(model, batch, 0.5) < 0.8 * before).all()

@@ -64,17 +64,6 @@ def test_an_optimizer_that_goes_on_from_its_saved_state_is_the_one_that_never_st
     assert all(torch.equal(weights[name], other[name]) for name in weights)
 
 
-def test_without_the_state_the_optimizer_would_go_elsewhere() -> None:
-    weights, other = parameters(), parameters()
-    optimizer, fresh = made("torch.optim.AdamW", weights), made("torch.optim.AdamW", other)
-    step(optimizer, weights, 0)
-    for name, weight in other.items():
-        weight.data.copy_(weights[name].data)
-    step(optimizer, weights, 1)
-    step(fresh, other, 1)
-    assert not torch.equal(weights["a"], other["a"])
-
-
 def test_a_state_of_a_parameter_that_is_not_there_is_no_state_of_this_run() -> None:
     weights = parameters()
     optimizer = made("torch.optim.AdamW", weights)
@@ -189,14 +178,14 @@ def test_a_schedule_of_torch_is_found_by_its_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "arguments", "what"),
+    ("name", "what"),
     [
-        ("torch.optim.lr_scheduler.ReduceLROnPlateau", {}, "depends on the loss"),
-        ("torch.optim.lr_scheduler.Nope", {}, "no such class"),
-        ("torch.optim.AdamW", {}, "not a subclass of"),
-        ("torch.optim.lr_scheduler.StepLR", {}, "arguments are refused"),
+        ("lr_scheduler.ReduceLROnPlateau", "depends on the loss"),
+        ("lr_scheduler.Nope", "no such class"),
+        ("AdamW", "not a subclass of"),
+        ("lr_scheduler.StepLR", "arguments are refused"),
     ],
 )
-def test_a_schedule_that_cannot_be_used_is_refused(path: str, arguments: dict, what: str) -> None:
+def test_a_schedule_that_cannot_be_used_is_refused(name: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        rates(SchedulerConfig(class_path=path, init_args=arguments))
+        rates(SchedulerConfig(class_path=f"torch.optim.{name}"))
