@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from qie.cli import precompute, train
 from qie.config import load_config
 from tests.conftest import AREA_PX, ROOT
+from tests.training.ranks import FSDP2, launch_environment
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
@@ -61,22 +62,10 @@ def test_each_trains(path: Path, tiny_edit: Path, tiny_edit_plus: Path, photos: 
 # accelerate launch
 
 
-def environment(path: Path, *options: str) -> dict[str, str]:
-    """The environment that accelerate launch gives to each process."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    command = ["--config_file", str(path), *options, "-m", "qie.cli.train", "--config", "my.yaml", "shards/"]
-    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
-    assert (arguments.training_script, arguments.training_script_args[:1]) == ("qie.cli.train", ["--config"])
-    assert arguments.use_fsdp or arguments.multi_gpu
-    return prepare_multi_gpu_env(arguments) | {"processes": str(arguments.nproc_per_node)}
-
-
 @pytest.mark.parametrize("path", ACCELERATE, ids=name)
 def test_a_launcher_starts_as_many_processes_as_it_is_told_and_decides_nothing_that_qie_decides(path: Path) -> None:
-    given = environment(path)
-    assert given["processes"] == "2" and environment(path, "--num_processes", "8")["processes"] == "8"
+    given = launch_environment(path)
+    assert given["processes"] == "2" and launch_environment(path, "--num_processes", "8")["processes"] == "8"
     assert given["ACCELERATE_MIXED_PRECISION"] == "no"
     assert given["ACCELERATE_DYNAMO_BACKEND"].lower() == "no"
     assert given.get("FSDP_ACTIVATION_CHECKPOINTING", "false") == "false"
@@ -86,7 +75,7 @@ def test_fsdp_is_of_version_2_and_wraps_the_blocks_of_the_transformer(monkeypatc
     from accelerate import FullyShardedDataParallelPlugin
     from diffusers import QwenImageTransformer2DModel
 
-    for key, value in environment(ROOT / "configs" / "accelerate" / "fsdp2.yaml").items():
+    for key, value in launch_environment(FSDP2).items():
         if key.startswith(("FSDP", "ACCELERATE")):
             monkeypatch.setenv(key, value)
     plugin = FullyShardedDataParallelPlugin()

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,10 @@ from qie.devices import resolve_device
 from qie.errors import UsageError
 from qie.training.processes import open_accelerator
 from tests.conftest import ROOT
+from tests.training.ranks import LIMIT_S, Ranks
 from tests.training.runs import Bench, checkpoint
 
-LAUNCHERS = {
-    "DDP": ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qie.cli.train"),
-    "FSDP2": (
-        *("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs" / "accelerate" / "fsdp2.yaml")),
-        *("--num_processes", "2", "--main_process_port", "0", str(ROOT / "tests" / "training" / "sharded.py")),
-    ),
-}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qie.cli.train")
 SETTINGS: dict[str, object] = {
     "data__caption_dropout_rate": 0.3,
     "train__max_steps": 6,
@@ -48,16 +44,10 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
     return [(line["loss"], line["grad_norm"]) if "loss" in line else (line["validation_loss"],) for line in lines]
 
 
-def together(bench: Bench, output: Path, launcher: str, *more: str, code: int = 0, **settings: object) -> str:
-    """A run of two processes with a batch of one each; gives what they said on stderr."""
-    words = bench.words(output, *more, data__batch_size=1, **settings)
-    # Nobody says that there is no GPU: that follows from what is there.
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    # The limit is far above what it takes: a hang is to end as a failure.
-    command = [sys.executable, *LAUNCHERS[launcher], "--quiet", *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, done.stderr[-3000:]
-    return done.stderr
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module", params=TRAINED)
@@ -68,31 +58,36 @@ def alone(bench: Bench, tmp_path_factory: pytest.TempPathFactory, request) -> tu
     return settings, folder
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_two_processes_train_as_one_does_and_their_checkpoints_move(
-    alone: tuple[dict[str, object], Path], bench: Bench, tmp_path: Path, launcher: str
+    alone: tuple[dict[str, object], Path], bench: Bench, ranks: Ranks, tmp_path: Path, sharded: bool
 ) -> None:
-    """Of a launcher's two launches, one starts a run, and one goes on with the run of one process; then one goes on."""
+    """Of two runs, one starts anew, and one goes on with the run of one process; then one process goes on."""
     settings, one = alone
     # Sums over a batch are taken in another order: the stated tolerance is 1e-5 of the values.
     expected = [pytest.approx(values, rel=1e-5) for values in losses(one)]
     assert len(expected) == 9
-    begins = (launcher == "DDP") == bool(settings["model__lora"])
+    begins = sharded != bool(settings["model__lora"])
     if not begins:
         shutil.copytree(one, tmp_path / "run")
         for step in (4, 6):
             shutil.rmtree(checkpoint(tmp_path / "run", step))
-    together(bench, tmp_path / "run", launcher, *(() if begins else ("--resume", "latest")), **settings)
+    more = () if begins else ("--resume", "latest")
+    words = bench.words(tmp_path / "run", "--quiet", *more, data__batch_size=1, **settings)
+    ranks.train(words, tmp_path / "log", sharded=sharded)
     assert losses(tmp_path / "run") == expected
     shutil.rmtree(checkpoint(tmp_path / "run", 6))
     bench.train(tmp_path / "run", "--resume", "latest", data__batch_size=2, **settings)
     assert losses(tmp_path / "run") == expected
 
 
-def test_what_is_refused_ends_all_processes_with_one_message(bench: Bench, plain: Path) -> None:
+def test_what_is_refused_ends_all_processes_of_torchrun_with_one_message(bench: Bench, plain: Path) -> None:
     """The main process holds the folder's lock, and the others wait for its word."""
-    message = together(bench, plain, "DDP", code=1)
-    assert message.count("the output folder already holds a run") == 1
+    # Nobody says that there is no GPU: that follows from what is there.
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *TORCHRUN, "--quiet", *bench.words(plain, data__batch_size=1)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 1 and done.stderr.count("the output folder already holds a run") == 1, done.stderr[-3000:]
     assert "checkpoint-000004" in os.listdir(plain) and ".lock" not in os.listdir(plain)
 
 
