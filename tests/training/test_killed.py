@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -86,6 +87,9 @@ class Moments:
 
     def _see(self, event: str, arguments: tuple[object, ...]) -> None:
         if not self._watching or not event.startswith(("open", "os.", "fcntl.", "shutil.")):
+            return
+        # A thread that reads shards writes nothing here, but while it looks, moments of the run would go unseen.
+        if threading.current_thread() is not threading.main_thread():
             return
         self._watching = False
         paths = sorted(self.folder.rglob("*"))
