@@ -5,15 +5,16 @@ memory are what the estimator says, and messages are those that the code has. Of
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import json
 import pkgutil
 import re
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,21 +112,6 @@ def test_the_site_and_its_diagram_ask_no_other_host_and_whatever_is_broken_is_an
     assert "mkdocs build --strict\n" in (ROOT / "Makefile").read_text(), "with --quiet, mkdocs counts no warnings"
 
 
-@pytest.mark.parametrize(
-    ("page", "link", "moved"),
-    [
-        ("training.md", "../configs/edit_lora.yaml", "configs/edit_lora.yaml"),
-        ("guides/24gb.md", "../../configs/edit_full.yaml", "../configs/edit_full.yaml"),
-        ("guides/24gb.md", "../training.md#memory", "../training.md#memory"),
-        ("training.md", "../nowhere.yaml", "../nowhere.yaml"),
-        ("CHANGELOG.md", "docs/format.md", "format.md"),
-        ("CHANGELOG.md", "https://semver.org/", "https://semver.org/"),
-    ],
-)
-def test_links_out_of_the_docs_are_moved_into_the_site(page: str, link: str, moved: str) -> None:
-    assert site_files.relinked(f"see [it]({link}).", page) == f"see [it]({moved})."
-
-
 # Commands, options, names.
 
 COMMANDS = DOCS / "commands.md"
@@ -136,32 +122,6 @@ def test_the_page_of_commands_is_what_the_tool_writes_of_every_command_of_the_pa
     assert command_docs.page(text_of(COMMANDS)) == text_of(COMMANDS), "run python tools/command_docs.py"
     commands = {path.stem for path in (ROOT / "qie" / "cli").glob("*.py") if "@click.command" in path.read_text()}
     assert commands == set(command_docs.COMMANDS)
-
-
-ELSEWHERE = {
-    "--array": "sbatch",
-    "--gres": "sbatch",
-    "--signal": "sbatch",
-    "--strict": "mkdocs",
-    "--help": "any command",
-}
-"""Options within sentences that are neither a qie command's nor a script's -> whose they are."""
-
-
-def test_options_that_sentences_name_are_there() -> None:
-    known = set(ELSEWHERE)
-    for name in command_docs.COMMANDS:
-        known |= {option for param in importlib.import_module(f"qie.cli.{name}").main.params for option in param.opts}
-    for path in [*command_docs.tools(), *(ROOT / "benchmarks").glob("*.py")]:
-        known |= {names.split()[0] for names, _ in command_docs.tool_options(ast.parse(text_of(path)))}
-    for page in PAGES:
-        if page.name not in ("migration.md", "commands.md"):  # options of other programs; usage lines of tools
-            found = {
-                word
-                for code in re.findall(r"`([^`\n]+)`", text_of(page))
-                for word in re.findall(r"(?<!\S)--[a-z][\w-]*", code)
-            }
-            assert found <= known, page.name
 
 
 REFERENCE = re.findall(
@@ -283,14 +243,6 @@ def test_a_message_that_is_explained_is_one_that_the_code_has(message: str) -> N
     assert pieces and all(piece in source_text() for piece in pieces)
 
 
-def test_issues_are_linked_by_their_names() -> None:
-    text = text_of(DOCS / "troubleshooting.md")
-    links = re.findall(r"\[([\w./-]+)#(\d+)\]\(https://github\.com/([\w./-]+)/issues/(\d+)\)", text)
-    assert len(links) >= 16
-    assert all(name == repository and one == other for name, one, repository, other in links)
-    assert len(links) == text.count("https://")
-
-
 # Memory.
 
 RELEASED = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 3584}
@@ -308,62 +260,92 @@ def prepared(lora: str, zero_cond_t: bool) -> QwenImageTransformer2DModel:
     return transformer
 
 
-def estimated_gb(
-    monkeypatch: pytest.MonkeyPatch,
-    config: Config,
-    *,
-    plus: bool,
-    controls: int,
-    processes: int = 1,
-    sharded: bool = False,
-    part: str = "total",
-) -> int:
-    """What `qie-train` would say of a released model, with prompts as long as the pages say."""
-    lora = config.model.lora and config.model.lora.model_dump(mode="json", exclude={"continue_from"})
-    monkeypatch.setattr(memory, "empty_transformer", lambda pretrained: prepared(json.dumps(lora), plus))
-    monkeypatch.setattr(memory, "add_lora", lambda *arguments, **more: None)
-    area = config.data.area_px if isinstance(config.data.area_px, int) else 1024 * 1024
-    side = round(area**0.5) // 8
-    shape = SimpleNamespace(target=(side, side), controls=[(side, side)] * controls)
-    lengths = np.array([200 * controls + 100 if plus else 1400])
-    columns = SimpleNamespace(shape_names=[shape], lengths=lengths)
-    kind = "FSDP" if sharded else "MULTI_GPU" if processes > 1 else "NO"
-    setup = memory.plan_memory(
-        config,
-        SimpleNamespace(),
-        SimpleNamespace(samples=SimpleNamespace(columns=columns)),
-        SimpleNamespace(distributed_type=kind, num_processes=processes),
-    )
-    return round(getattr(estimate(setup), part) / 1e9)
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a page's table: of what, the GB that it tells, and the run whose estimate it is."""
+
+    label: str
+    told: str
+    config: str = "edit_lora"
+    overrides: Sequence[str] = ()
+    plus: bool = False
+    controls: int = 1
+    processes: int = 1
+    sharded: bool = False
+    part: str = "total"
+
+    def estimated_gb(self, monkeypatch: pytest.MonkeyPatch) -> int:
+        """What `qie-train` would say of a released model, with prompts as long as the pages say."""
+        config = load_config(ROOT / "configs" / f"{self.config}.yaml", self.overrides)
+        lora = config.model.lora and config.model.lora.model_dump(mode="json", exclude={"continue_from"})
+        monkeypatch.setattr(memory, "empty_transformer", lambda pretrained: prepared(json.dumps(lora), self.plus))
+        monkeypatch.setattr(memory, "add_lora", lambda *arguments, **more: None)
+        side = round((config.data.area_px if isinstance(config.data.area_px, int) else 1024 * 1024) ** 0.5) // 8
+        shape = SimpleNamespace(target=(side, side), controls=[(side, side)] * self.controls)
+        lengths = np.array([200 * self.controls + 100 if self.plus else 1400])
+        columns = SimpleNamespace(shape_names=[shape], lengths=lengths)
+        kind = "FSDP" if self.sharded else "MULTI_GPU" if self.processes > 1 else "NO"
+        group = SimpleNamespace(distributed_type=kind, num_processes=self.processes)
+        stream = SimpleNamespace(samples=SimpleNamespace(columns=columns))
+        setup = memory.plan_memory(config, SimpleNamespace(), stream, group)
+        return round(getattr(estimate(setup), self.part) / 1e9)
 
 
-def guide_rows(page: Path) -> list[dict[str, str]]:
-    """The rows of a guide's table of estimates, by the names of its columns."""
-    _, _, table = text_of(page).partition("## How much of ")
-    lines = [line for line in table.partition("\n## ")[0].splitlines() if line.startswith("|")]
-    head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line)
-    assert head[-1] == "estimated" and rows
-    return [dict(zip(head, row, strict=True)) for row in rows]
+def figures_of_guides() -> Iterator[Figure]:
+    for page, shipped, processes in (("24gb", "edit_lora_24gb", 1), ("80gb", "", 1), ("eight-gpus", "", 8)):
+        table = text_of(DOCS / "guides" / f"{page}.md").partition("## How much of ")[2].partition("\n## ")[0]
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line)
+        assert head[-1] == "estimated" and rows
+        for row in (dict(zip(head, row, strict=True)) for row in rows):
+            yield Figure(
+                f"{page} {' '.join(row.values())}",
+                row["estimated"],
+                row.get("configuration", shipped or "edit_plus_lora"),
+                re.findall(r"`([^`]+)`", row["`--set`"]),
+                plus=True,
+                controls=int(row["controls"]),
+                processes=processes,
+                sharded=row.get("started by") == "fsdp2.yaml",
+            )
 
 
-GUIDES = [(page, row) for page in ("24gb", "80gb", "eight-gpus") for row in guide_rows(DOCS / "guides" / f"{page}.md")]
+TRAINING: dict[str, dict[str, Any]] = {
+    "without changes": {},
+    "`batch_size: 4`": {"overrides": ["data.batch_size=4"]},
+    "checkpointing every second block": {"overrides": ["train.gradient_checkpointing=2"]},
+    "`gradient_checkpointing: false`": {"overrides": ["train.gradient_checkpointing=false"]},
+    "`offload_blocks: 30`": {"overrides": ["train.offload_blocks=30"]},
+    "`offload_blocks: 60`": {"overrides": ["train.offload_blocks=60"]},
+    "`quantize: fp8`": {"overrides": ["model.quantize=fp8"]},
+    "`fp8`, checkpointing every second block": {"overrides": ["model.quantize=fp8", "train.gradient_checkpointing=2"]},
+    "`fp8`, `offload_blocks: 30`": {"overrides": ["model.quantize=fp8", "train.offload_blocks=30"]},
+    "`quantize: nf4`": {"overrides": ["model.quantize=nf4"]},
+    "2511, bf16, two controls": {"plus": True, "controls": 2},
+    "bf16, FSDP over eight GPUs": {"processes": 8, "sharded": True},
+}
+"""Rows of the table in training.md -> the run."""
 
 
-@pytest.mark.parametrize(("page", "row"), GUIDES, ids=[f"{page} {' '.join(row.values())}" for page, row in GUIDES])
-def test_a_guide_s_figures_are_what_the_estimator_says(
-    page: str, row: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = ROOT / "configs" / f"{row.get('configuration', 'edit_plus_lora')}.yaml"
-    if page == "24gb":
-        file = tmp_path / "my.yaml"
-        file.write_text(re.findall(r"```yaml\n(.*?)```", text_of(DOCS / "guides" / "24gb.md"), re.DOTALL)[0])
-    sharded = row.get("started by") == "fsdp2.yaml"
-    config = load_config(file, re.findall(r"`([^`]+)`", row["`--set`"]))
-    processes = 8 if page == "eight-gpus" else 1
-    found = estimated_gb(
-        monkeypatch, config, plus=True, controls=int(row["controls"]), processes=processes, sharded=sharded
-    )
-    assert row["estimated"] == f"{found} GB"
+def figures_of_training() -> Iterator[Figure]:
+    part = text_of(DOCS / "training.md").partition("\n## Memory\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (\d+ GB) \| \| (.+?) \| (\d+ GB) \|$", part, re.MULTILINE)
+    told = {label: size for row in rows for label, size in (row[:2], row[2:])}
+    assert told.keys() == TRAINING.keys()
+    yield from (Figure(label, told[label], **run) for label, run in TRAINING.items())
+    quantised = re.findall(r"^\| `(\w+)` \|.* (\d+ GB) \| (\d+ GB) \|", text_of(DOCS / "training.md"), re.MULTILINE)
+    assert [kind for kind, *_ in quantised] == ["null", "fp8", "int8", "nf4"]
+    for kind, base, total in quantised:
+        for size, which in ((base, "weights"), (total, "total")):
+            yield Figure(f"{kind}, {which}", size, overrides=[f"model.quantize={kind}"], part=which)
+
+
+FIGURES = [*figures_of_guides(), *figures_of_training()]
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.label)
+def test_a_page_s_figure_is_what_the_estimator_says(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert figure.told == f"{figure.estimated_gb(monkeypatch)} GB"
 
 
 def test_sizes_of_the_released_transformer_in_sentences_follow_from_its_numbers() -> None:
@@ -390,47 +372,6 @@ def test_the_configuration_for_24_gb_is_the_guide_s_but_for_the_model_and_the_fo
     shipped = load_config(ROOT / "configs" / "edit_lora_24gb.yaml")
     changes = [f"model.pretrained_model_name_or_path={shipped.model.pretrained_model_name_or_path}"]
     assert load_config(tmp_path / "my.yaml", [*changes, f"train.output_dir={shipped.train.output_dir}"]) == shipped
-
-
-TRAINING = {
-    "without changes": [],
-    "`batch_size: 4`": ["data.batch_size=4"],
-    "checkpointing every second block": ["train.gradient_checkpointing=2"],
-    "`gradient_checkpointing: false`": ["train.gradient_checkpointing=false"],
-    "`offload_blocks: 30`": ["train.offload_blocks=30"],
-    "`offload_blocks: 60`": ["train.offload_blocks=60"],
-    "`quantize: fp8`": ["model.quantize=fp8"],
-    "`fp8`, checkpointing every second block": ["model.quantize=fp8", "train.gradient_checkpointing=2"],
-    "`fp8`, `offload_blocks: 30`": ["model.quantize=fp8", "train.offload_blocks=30"],
-    "`quantize: nf4`": ["model.quantize=nf4"],
-    "2511, bf16, two controls": [],
-    "bf16, FSDP over eight GPUs": [],
-}
-"""Rows of the table in training.md -> what they set in configs/edit_lora.yaml."""
-
-
-def test_training_s_figures_are_what_the_estimator_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = text_of(DOCS / "training.md").partition("\n## Memory\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (.+?) \| (\d+ GB) \| \| (.+?) \| (\d+ GB) \|$", part, re.MULTILINE)
-    told = {label: size for row in rows for label, size in (row[:2], row[2:])}
-    assert told.keys() == TRAINING.keys()
-    quantised = re.findall(r"^\| `(\w+)` \|.* (\d+) GB \| (\d+) GB \|", text_of(DOCS / "training.md"), re.MULTILINE)
-    assert [kind for kind, *_ in quantised] == ["null", "fp8", "int8", "nf4"]
-    for kind, base, altogether in quantised:
-        config = load_config(ROOT / "configs" / "edit_lora.yaml", [f"model.quantize={kind}"])
-        assert estimated_gb(monkeypatch, config, plus=False, controls=1) == int(altogether)
-        assert estimated_gb(monkeypatch, config, plus=False, controls=1, part="weights") == int(base)
-    for label, overrides in TRAINING.items():
-        plus, sharded = label.startswith("2511"), "FSDP" in label
-        found = estimated_gb(
-            monkeypatch,
-            load_config(ROOT / "configs" / "edit_lora.yaml", overrides),
-            plus=plus,
-            controls=2 if plus else 1,
-            processes=8 if sharded else 1,
-            sharded=sharded,
-        )
-        assert told[label] == f"{found} GB", label
 
 
 def test_the_files_that_the_design_names_are_there() -> None:

@@ -311,12 +311,6 @@ def test_a_lora_of_another_model_is_refused_by_layer_and_shape_before_weights_ar
     assert all(word in message for word in ["does not fit this model", str(tmp_path / "other.safetensors"), *words])
 
 
-@pytest.mark.parametrize("tensors", [{}, {"img_in": torch.ones(4, 4)}, {"x.weight": torch.ones(4)}])
-def test_a_file_that_is_no_lora_is_refused(edit, tmp_path: Path, tensors) -> None:
-    save_file(tensors, tmp_path / "other.safetensors")
-    assert str(tmp_path / "other.safetensors") in edit("--lora", tmp_path / "other.safetensors", code=2).stderr
-
-
 def test_the_same_lora_twice_is_refused_however_it_is_named(edit, loras, tmp_path: Path) -> None:
     first = loras["first"]
     for again in (f"{first}:0.5", first / ADAPTER_FILE, first / ".." / "first"):
