@@ -41,7 +41,7 @@ def header(summary: Summary, places: Sequence[str], *, verified: bool, looked_at
         title += f" and {len(places) - MOST_PLACES:,} more"
     return tag(
         "header",
-        tag("p", "What these shards hold", class_="soft"),
+        tag("p", "Contents of the shards", class_="soft"),
         tag("h1", tag("bdi", title)),
         _verdict(summary, verified, looked_at),
         _tiles(summary),
@@ -129,7 +129,7 @@ def _verdict(summary: Summary, verified: bool, looked_at: int) -> Html:
         if verified
         else (f"Indexes were read, and {_count(looked_at, 'record')} checked; --verify rehashes every shard.")
     )
-    return tag("p", tag("strong", "No fault found."), " ", tag("span", how), class_="verdict good")
+    return tag("p", tag("strong", "No faults found."), " ", tag("span", how), class_="verdict good")
 
 
 def _tiles(summary: Summary) -> Html:
@@ -193,7 +193,7 @@ def latents(found: LatentStatistics | None) -> Html:
         panel(
             tag("h3", "Values of latents"),
             histogram(_bins(found), label, "value", "values", curve=_normal(found)),
-            note(f"{facts}{beyond}. Dashed: what a normal distribution of mean 0 and deviation 1 would give."),
+            note(f"{facts}{beyond}. Dashed: a normal distribution of mean 0 and deviation 1."),
         ),
         panel(
             tag("h3", "Latents by channel"),
@@ -227,11 +227,11 @@ def _no_pictures() -> Html:
     return panel(
         tag(
             "p",
-            "These shards hold no thumbnails. For pictures, give ",
+            "These shards hold no thumbnails. For pictures, pass ",
             tag("code", "--vae MODEL_DIR"),
-            ", which decodes the latents of what is shown here; or set ",
+            ", which decodes the latents of these samples; or set ",
             tag("code", "cache.thumbnail_px: 96"),
-            " and precompute, which stores a small picture with each sample.",
+            " and run qie-precompute, which stores a thumbnail with each sample.",
         ),
     )
 

@@ -322,7 +322,7 @@ def test_a_damaged_record_is_a_fault_on_the_page_and_of_the_command_and_the_othe
 
     assert "fault: a record is damaged" in result.stderr and "00000000-00000003.tar" in result.stderr
     assert "1 fault " in found.text and "a record is damaged" in found.text
-    assert len(found.all("img")) == 3 and "No fault found" not in found.text
+    assert len(found.all("img")) == 3 and "No faults found" not in found.text
     plain = json.loads(run(shards, "--verify", "--json", code=1).stdout)["faults"]
     assert json.loads(run(shards, "--verify", "--json", "--html", page, code=1).stdout)["faults"] == plain
     assert "in shards with faults" in page.read_text("utf-8"), "rehashing and looking blame a shard once"
