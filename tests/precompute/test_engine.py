@@ -150,30 +150,21 @@ def test_on_error_stop_names_the_row_and_publishes_the_complete_shards_before_it
     assert target == b"missing" or len(done) == 5
 
 
-def test_a_skipped_row_is_tried_again_only_when_asked_or_when_it_changed(tmp_path: Path) -> None:
-    broken = StubSource.of(8).changed(1, target=b"missing").changed(6, target=b"broken")
-    run(broken, tmp_path / "out")
-    before = stamps(tmp_path / "out")
-    report, encoded = run(broken, tmp_path / "out")
-    assert (encoded, len(report.skipped), stamps(tmp_path / "out")) == ([], 2, before)
-    report, encoded = run(broken, tmp_path / "out", retry_skipped=True)
-    assert (encoded, report.reused, len(report.skipped), report.shards_written) == ([], 6, 2, 2)
-    report, encoded = run(broken.changed(1, target=b"mended"), tmp_path / "out")
-    assert (encoded, [gone.row for gone in report.skipped], report.shards_kept) == ([1], [6], 1)
-
-
-def test_retry_skipped_encodes_what_now_can_be(tmp_path: Path) -> None:
+def test_a_skipped_row_is_tried_again_only_when_asked_and_encoded_if_it_can_be(tmp_path: Path) -> None:
     class Poor(StubEncoder):
         def encode(self, row: Row) -> Sample:
             if row.index == 2:
                 raise RowError("NaN")
             return super().encode(row)
 
-    source = StubSource.of(8)
+    source = StubSource.of(12).changed(5, target=b"missing").changed(6, target=b"broken")
     run(source, tmp_path / "out", encoder=Poor())
-    assert run(source, tmp_path / "out")[1] == []
+    before = stamps(tmp_path / "out")
+    report, encoded = run(source, tmp_path / "out")
+    assert (encoded, len(report.skipped), stamps(tmp_path / "out")) == ([], 3, before)
     report, encoded = run(source, tmp_path / "out", retry_skipped=True, trust_published=True)
-    assert (encoded, report.reused, report.skipped, report.shards_kept) == ([2], 7, [], 1)
+    assert (encoded, report.reused, [gone.row for gone in report.skipped]) == ([2], 9, [5, 6])
+    assert (report.shards_written, report.shards_kept) == (2, 1)
     assert_as_fresh(tmp_path / "out", source)
 
 
@@ -189,15 +180,6 @@ def test_a_second_run_encodes_nothing_and_touches_nothing_and_a_trusting_one_rea
         assert encoded == [] and stamps(tmp_path / "out") == before
         assert (again.rows, again.reused, again.shards_kept, again.shards_written) == (10, 9, 3, 0)
         assert again.skipped == first.skipped
-
-
-def test_only_the_shard_of_a_changed_row_is_written_again(tmp_path: Path) -> None:
-    source = StubSource.of(12)
-    run(source, tmp_path / "out")
-    untouched = {name: stamp for name, stamp in stamps(tmp_path / "out").items() if not name.startswith("00000004")}
-    report, encoded = run(lengthened(source, 5), tmp_path / "out")
-    assert (encoded, report.reused, report.shards_written) == ([5], 11, 1)
-    assert len(untouched) == 4 and untouched.items() <= stamps(tmp_path / "out").items()
 
 
 def shards(folder: Path) -> list[Shard]:

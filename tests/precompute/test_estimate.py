@@ -58,9 +58,11 @@ def test_shapes_skipped_rows_and_bytes_are_those_of_the_run(tmp_path: Path, coun
     assert found.encoding_s is not None and found.encoding_s > 0
 
 
-def test_only_what_is_not_there_yet_is_fresh(tmp_path: Path) -> None:
+def test_only_what_is_not_there_yet_is_fresh_and_else_nothing_is_encoded(tmp_path: Path) -> None:
     shapes, _ = written(SOURCE, tmp_path / "out")
-    assert look(SOURCE, tmp_path / "out").fresh.total() == 0
+    encoder = StubEncoder()
+    assert look(SOURCE, tmp_path / "out", encoder=encoder).fresh.total() == 0
+    assert encoder.encoded == [], "weights need not be loaded to say that there is nothing to do"
     changed = SOURCE.changed(3, prompt="another").changed(9, controls=(b"other",))
     found = look(changed, tmp_path / "out")
     assert (found.shapes.total(), found.fresh.total()) == (shapes.total(), 2)
@@ -90,14 +92,6 @@ def test_a_handful_of_samples_is_encoded_and_one_of_each_shape_among_them(tmp_pa
     found = look(SOURCE, tmp_path, encoder=encoder)
     assert len(encoder.encoded) == len(set(encoder.encoded)) == 6
     assert {encoder.inspect(SOURCE.rows[index])[1] for index in encoder.encoded} == set(found.shapes)
-
-
-def test_nothing_is_encoded_when_nothing_is_fresh(tmp_path: Path) -> None:
-    """Weights need not be loaded to say that there is nothing to do."""
-    written(SOURCE, tmp_path / "out")
-    encoder = StubEncoder()
-    look(SOURCE, tmp_path / "out", encoder=encoder)
-    assert encoder.encoded == []
 
 
 def test_rows_of_which_none_can_be_encoded_have_no_size(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Shards written to an object store, on a good day and on a bad one."""
+"""Shards written to a store, on a good day and on a bad one."""
 
 from __future__ import annotations
 
@@ -82,14 +82,22 @@ def bounds(name: str) -> tuple[int, int]:
     return int(start), int(stop)
 
 
-def test_a_second_run_and_one_that_reuses_from_the_store_encode_nothing(s3: S3, whole: Path, tmp_path: Path) -> None:
-    precompute(SOURCE, StubEncoder(), f"{s3.url}/shards", rows=(0, 60), shard_size=8)
-    for output in (f"{s3.url}/shards", f"{s3.url}/copy", tmp_path / "local"):
+@pytest.mark.parametrize("store", ["s3", "hub"])
+def test_a_store_gets_the_files_that_a_disk_gets_and_they_are_not_encoded_again_here_or_elsewhere(
+    store: str, whole: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    place = request.getfixturevalue(store)
+    url = place.url if isinstance(place, S3) else place.folder_url
+    report = precompute(SOURCE, StubEncoder(), f"{url}/shards", rows=(0, 60), shard_size=8)
+    assert (report.encoded, len(report.skipped), report.shards_written) == (58, 2, 8)
+    for output in (f"{url}/shards", f"{url}/copy", tmp_path / "local"):
         encoder = StubEncoder()
-        settings = Settings(reuse=(f"{s3.url}/shards",))
+        settings = Settings(reuse=(f"{url}/shards",))
         precompute(SOURCE, encoder, output, rows=(0, 60), shard_size=8, settings=settings)
         assert encoder.encoded == []
         assert contents(output) == contents(whole)
+    samples = ShardSet.open([f"{url}/shards"])
+    assert samples.load(3).key == samples.keys[3]
 
 
 def test_without_credentials_there_is_one_clear_error(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
