@@ -143,8 +143,9 @@ def test_the_length_of_an_embedding_is_known_before_it_is_computed(encoder_plus:
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ("word " * 5000, "the prompt is too long"),
-        *((prompt, "the prompt") for prompt in ("", "   \n", "a <|image_pad|> b", "<|im_end|>")),
+        *((f"{word} " * count, "the prompt is too long") for word, count in (("word", 5000), ("wörd", 20_000))),
+        *((prompt, "the prompt is empty") for prompt in ("", "   \n")),
+        *((prompt, "the prompt") for prompt in ("a <|image_pad|> b", "<|im_end|>")),
     ],
     ids=lambda text: text[:20],
 )

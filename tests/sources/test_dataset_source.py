@@ -59,28 +59,25 @@ def saved(folder: Path, dataset: datasets.Dataset | None = None) -> Path:
     return folder
 
 
-def test_a_row_is_the_original_bytes(tmp_path: Path) -> None:
-    source = open_source(saved(tmp_path / "edits"))
-    rows = [source.read(index) for index in range(3)]
-    assert [row.target for row in rows] == [png(0), png(1), png(2)]
-    assert [row.controls for row in rows] == [(png(50),), (png(51),) * 2, (png(52),) * 3]
-    assert [row.mask for row in rows] == [None, png(99), png(99)]
-    assert [(row.index, row.name, row.prompt) for row in rows] == [(n, f"edits[{n}]", f"do {n}") for n in range(3)]
-    assert names(source) == ["edits[0]", "edits[1]", "edits[2]"] and source_name(source, 0) == ""
-
-
-def test_a_dataset_of_chosen_and_reordered_rows_keeps_its_order(tmp_path: Path) -> None:
-    source = open_source(saved(tmp_path / "x", made().select([2, 0])))
-    assert [source.read(index).prompt for index in range(len(source))] == ["do 2", "do 0"]
-
-
-def test_parquet_of_the_library_is_read_as_the_dataset_is(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "x")
-    made().to_parquet(tmp_path / "x.parquet")
-    one, other = open_source(folder), open_source(tmp_path / "x.parquet")
-    for index in range(3):
-        mine, theirs = one.read(index), other.read(index)
-        assert (mine.target, mine.controls, mine.mask) == (theirs.target, theirs.controls, theirs.mask)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0]], ids=["whole", "chosen and reordered"])
+@pytest.mark.parametrize("kind", ["dataset", "parquet"])
+def test_a_row_is_the_original_bytes_also_in_parquet_of_the_library(
+    tmp_path: Path, kind: str, order: list[int]
+) -> None:
+    dataset, place = made().select(order), tmp_path / f"edits{'.parquet' if kind == 'parquet' else ''}"
+    dataset.to_parquet(place) if kind == "parquet" else saved(place, dataset)
+    source = open_source(place)
+    for index, number in enumerate(order):
+        row = source.read(index)
+        assert (row.target, row.controls, row.prompt) == (
+            png(number),
+            (png(50 + number),) * (number + 1),
+            f"do {number}",
+        )
+        assert row.mask == (png(99) if number else None)
+        assert (row.index, row.name) == (index, f"{place.name}[{index}]")
+    assert names(source) == [f"{place.name}[{index}]" for index in range(len(order))]
+    assert source_name(source, 0) == ""
 
 
 def test_one_split_is_taken_and_of_several_one_has_to_be_named(tmp_path: Path) -> None:
@@ -90,10 +87,6 @@ def test_one_split_is_taken_and_of_several_one_has_to_be_named(tmp_path: Path) -
     error = refused(SourceError, tmp_path / "two")
     assert str(tmp_path / "two" / "test") in str(error.expected)
     assert len(open_source(tmp_path / "two" / "test")) == 1
-
-
-def test_a_dataset_without_rows_is_refused(tmp_path: Path) -> None:
-    refused(SourceError, saved(tmp_path / "x", made().select([])))
 
 
 def test_paths_in_a_dataset_stay_in_its_folder(tmp_path: Path) -> None:
@@ -179,9 +172,10 @@ def test_a_dataset_of_the_hub_is_sent_at_its_revision(hub: Hub) -> None:
     assert copy.read(0) == source.read(0) and copy == source
 
 
-def test_a_split_without_rows_is_refused(hub: Hub) -> None:
+def test_a_dataset_or_split_without_rows_is_refused(hub: Hub, tmp_path: Path) -> None:
     hub.dataset = made().select([])
     assert refused(SourceError, "hf://datasets/owner/name").what == "the dataset holds no rows"
+    refused(SourceError, saved(tmp_path / "x", hub.dataset))
 
 
 def test_paths_of_a_dataset_of_the_hub_are_in_its_caches(

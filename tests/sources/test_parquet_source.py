@@ -56,26 +56,29 @@ def test_a_file_without_rows_among_others_is_fine(tmp_path: Path) -> None:
     assert "no rows" in refused(SourceError, tmp_path / "a.parquet").what
 
 
-def test_rows_of_a_group_are_read_once_and_few_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = write(tmp_path / "x.parquet", [inline(number) for number in range(40)], row_group_size=10)
-    source = open_source(place)
-    opened = []
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Files of which a group was read."""
+    files: list[object] = []
     original = parquet._opened
-    monkeypatch.setattr(parquet, "_opened", lambda file: opened.append(file) or original(file))
+    monkeypatch.setattr(parquet, "_opened", lambda file: files.append(file) or original(file))
+    return files
+
+
+def test_rows_of_a_group_are_read_once_and_few_groups_are_kept(tmp_path: Path, opened: list[object]) -> None:
+    source = open_source(write(tmp_path / "x.parquet", [inline(n) for n in range(40)], row_group_size=10))
+    opened.clear()
     assert [source.read(index).prompt for index in range(40)] == [f"do {index}" for index in range(40)]
-    assert len(opened) == 4
     assert len(source.groups._tables) <= parquet.CACHED_GROUPS  # type: ignore[attr-defined]
     source.name(3)
     assert len(opened) == 4
 
 
 def test_of_the_groups_in_memory_the_one_that_was_not_asked_for_longest_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, opened: list[object]
 ) -> None:
     source = open_source(write(tmp_path / "x.parquet", [inline(number) for number in range(3)], row_group_size=1))
-    opened = []
-    original = parquet._opened
-    monkeypatch.setattr(parquet, "_opened", lambda file: opened.append(file) or original(file))
+    opened.clear()
     for index in (0, 1, 0, 2, 0):
         source.read(index)
     assert len(opened) == 3
@@ -88,16 +91,17 @@ def test_only_the_columns_that_are_understood_are_read(tmp_path: Path) -> None:
     assert "embedding" not in group.column_names
 
 
-def test_two_rows_of_one_name_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [([inline(0, id=3), inline(1, id=1)], "'1' in rows 0 and 3"), ([inline(0, mask=image("m"))], "b.parquet")],
+    ids=["a name again", "other columns"],
+)
+def test_files_that_do_not_fit_each_other_are_refused(
+    tmp_path: Path, second: list[dict[str, object]], words: str
+) -> None:
     write(tmp_path / "a.parquet", [inline(0, id=1), inline(1, id=2)])
-    write(tmp_path / "b.parquet", [inline(0, id=3), inline(1, id=1)])
-    assert refused(SourceError, tmp_path).found == "'1' in rows 0 and 3"
-
-
-def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", [inline(0)])
-    write(tmp_path / "b.parquet", [inline(0, mask=image("m"))])
-    assert str(refused(SourceError, tmp_path).where) == str(tmp_path / "b.parquet")
+    write(tmp_path / "b.parquet", second)
+    assert words in str(refused(SourceError, tmp_path))
 
 
 def test_what_is_null_is_missing_from_its_row_alone(tmp_path: Path) -> None:
@@ -111,16 +115,12 @@ def test_what_is_null_is_missing_from_its_row_alone(tmp_path: Path) -> None:
             source.read(index)
 
 
-@pytest.mark.parametrize("content", [b"", b"not parquet", b"PAR1" * 10])
-def test_what_is_no_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.parquet").write_bytes(content)
-    assert "not Parquet" in refused(SourceError, tmp_path / "x.parquet").what
-
-
-def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"not parquet", b"PAR1" * 10, None], ids=["empty", "text", "marks", "cut"])
+def test_what_is_no_whole_parquet_is_refused(tmp_path: Path, content: bytes | None) -> None:
     place = write(tmp_path / "x.parquet", [inline(number) for number in range(100)])
-    place.write_bytes(place.read_bytes()[:-10])
-    assert str(refused(SourceError, place).where) == str(place)
+    place.write_bytes(place.read_bytes()[:-10] if content is None else content)
+    error = refused(SourceError, place)
+    assert str(error.where) == str(place) and error.what == "the file is not Parquet"
 
 
 def test_a_damaged_group_is_refused_by_its_rows(tmp_path: Path) -> None:

@@ -38,18 +38,12 @@ def read_all(source: Source) -> list[object]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_source_in_a_store_gives_the_rows_of_the_local_one(
+def test_a_source_in_a_store_gives_the_rows_of_the_local_one_and_opening_asks_for_no_image(
     bucket: Bucket, tables: dict[str, str], tmp_path: Path, kind: str
 ) -> None:
     local, remote = open_source(tmp_path / tables[kind]), open_source(f"{bucket.url}/{tables[kind]}")
+    assert not [asked for asked in bucket.asked if ".png" in asked] and len(bucket.asked) <= 8
     assert read_all(remote) == read_all(local) and names(remote) == names(local)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_opening_asks_for_no_image(bucket: Bucket, tables: dict[str, str], kind: str) -> None:
-    open_source(f"{bucket.url}/{tables[kind]}")
-    assert not [asked for asked in bucket.asked if ".png" in asked]
-    assert len(bucket.asked) <= 8
 
 
 def test_a_row_of_a_table_costs_its_own_bytes(bucket: Bucket, table: Table) -> None:
@@ -92,18 +86,14 @@ def test_a_missing_image_is_its_rows_fault_and_a_fault_of_the_store_is_not(
 
 
 @pytest.mark.parametrize("kind", ["rows.csv", "rows.jsonl", "rows.parquet", "rows.tar"])
-def test_a_fault_of_the_store_in_the_table_itself_stops_the_run(
-    bucket: Bucket, tables: dict[str, str], kind: str
+def test_a_fault_of_the_store_in_the_table_itself_or_a_table_that_is_gone_stops_the_run(
+    bucket: Bucket, tables: dict[str, str], tmp_path: Path, kind: str
 ) -> None:
     source = open_source(f"{bucket.url}/{tables[kind]}")
     bucket.faults[kind] = StoreError("the network is gone")
     with pytest.raises(StoreError, match="network"):
         source.read(0)
-
-
-@pytest.mark.parametrize("kind", ["rows.csv", "rows.jsonl", "rows.parquet", "rows.tar"])
-def test_a_table_that_is_gone_stops_the_run(bucket: Bucket, tables: dict[str, str], tmp_path: Path, kind: str) -> None:
-    source = open_source(f"{bucket.url}/{tables[kind]}")
+    bucket.faults.clear()
     (tmp_path / tables[kind]).unlink()
     with pytest.raises(SourceError):
         source.read(0)
