@@ -23,6 +23,7 @@ from qie.shards.reader import Shard
 from qie.shards.sample_table import COLUMNS
 from qie.shards.shard_set import ShardSet, compacted
 from qie.shards.storage import find_indexes
+from qie.shards.verify import compact_faults
 from qie.stats import Summary, summarise
 from qie.stores import LocalFolder, open_folder
 from qie.stores.objects import ObjectFolder
@@ -208,6 +209,16 @@ def test_a_compacted_index_that_says_otherwise_than_the_indexes_is_named(folder:
         assert len(faults) == 1 and column in faults[0] and f"{COMPACT_NAME}, {FIRST}" in faults[0]
     else:
         assert made.table.of_shards([0]).differences(table.of_shards([0])) == [column]
+
+
+def test_a_compacted_index_that_says_otherwise_of_a_shard_itself_is_named(folder: Path) -> None:
+    made, shard = compacted(LocalFolder(folder)), Shard(folder / f"{FIRST}.json")
+    assert list(compact_faults(made, 0, shard)) == []
+    said: dict[str, Any] = {"filesize": 1, "sha256": "0" * 64, "rows": (0, 2), "skipped": ()}
+    for name, value in said.items():
+        other = replace(made, shards=(replace(made.shards[0], **{name: value}), *made.shards[1:]))
+        (fault,) = compact_faults(other, 0, shard)
+        assert fault.found == f"other {name}"
 
 
 def test_a_compacted_index_of_shards_that_were_written_again_is_no_fault(folder: Path) -> None:
