@@ -157,12 +157,14 @@ def test_other_urls_are_refused_and_nothing_runs(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
-def test_a_home_folder_is_expanded(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_expanded(table: Table, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(table.root))
     table.csv([paths(0)])
     table.jsonl([values(0)])
     assert isinstance(open_source("~/rows.csv"), CsvSource)
     assert isinstance(open_source("~/rows.jsonl"), JsonlSource)
+    monkeypatch.setenv("HOME", str(photos.parent))
+    assert isinstance(open_source(f"~/{photos.name}"), FolderSource)
 
 
 def test_a_source_may_be_named_relative_to_where_one_is(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
