@@ -146,6 +146,22 @@ def test_shards_beyond_the_rows_that_are_current_are_left_from_an_older_run(whol
     assert samples.grow() and samples.covered == 16
 
 
+def test_what_was_checked_is_not_checked_again_when_more_shards_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, (0, 8))
+    samples = GrowingSamples(open_folder(tmp_path), 60)
+    assert samples.grow()
+    samples.fetch(0)
+    write(tmp_path, (8, 16))
+    assert samples.grow() and len(samples.digests) == 15
+
+    monkeypatch.setattr("qie.shards.shard_set.hashlib", None)
+    samples.fetch(0)
+    with pytest.raises(AttributeError, match="sha256"):
+        samples.fetch(1)
+
+
 def test_a_shard_that_never_comes_is_an_error_and_a_writer_that_failed_or_a_stream_that_was_closed_another(
     tmp_path: Path,
 ) -> None:
