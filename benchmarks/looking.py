@@ -23,7 +23,7 @@ from measuring import Results, Row, absolute, beside, in_turn
 from measuring import parser as common
 from samples import IMAGE_TOKENS, TAIL, exhaust, write_shards
 
-from qie.shards.storage import find_indexes
+from qie.shards.discovery import find_indexes
 from qie.stats import summarise
 
 

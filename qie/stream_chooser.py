@@ -30,9 +30,9 @@ from qie.pretrained import PretrainedModel, content_files
 from qie.quantities import human_bytes
 from qie.recipe import Recipe, brief
 from qie.shards.cache import ShardCache
+from qie.shards.discovery import find_indexes, gaps
 from qie.shards.index import parse_stem
 from qie.shards.shard_set import ShardSet, Verify, open_shards
-from qie.shards.storage import find_indexes, gaps
 from qie.stages import quick_turns
 from qie.stores import File, LocalFolder, StoreError, open_folder
 

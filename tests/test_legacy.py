@@ -36,7 +36,7 @@ from qie.legacy.embedding_cache import CACHE_TYPES
 from qie.legacy.names import INSTEAD
 from qie.legacy.trainer import SETTINGS, STATE
 from qie.precompute import precompute
-from qie.shards.storage import published
+from qie.shards.discovery import published
 from tests.builders import make_sample, same_bits, write_shard
 from tests.conftest import AREA_PX, ROOT, forget_accelerate
 

@@ -29,8 +29,8 @@ from qie.encode.images import decode_image
 from qie.from_config import open_predictor, open_rows
 from qie.quantities import human_bytes
 from qie.recipe import Recipe
+from qie.shards.discovery import find_indexes
 from qie.shards.shard_set import ShardSet
-from qie.shards.storage import find_indexes
 from qie.stats import Summary, summarise
 from qie.stream_chooser import open_stream
 from qie.training.checkpoint_folders import find_checkpoint

@@ -51,9 +51,9 @@ from qie.paths import local_path
 from qie.precompute.ranges import shard_ranges
 from qie.precompute.reshard import require_own
 from qie.recipe import Recipe, normal_prompt
+from qie.shards.discovery import published
 from qie.shards.index import Entry, Skipped, read_index
 from qie.shards.record import encode
-from qie.shards.storage import published
 from qie.shards.tensors import to_storage
 from qie.shards.writer import ShardWriter
 from qie.stores import open_folder

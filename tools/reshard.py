@@ -27,7 +27,7 @@ from qie.cli.common import Progress, explained
 from qie.errors import UsageError
 from qie.paths import local_path
 from qie.precompute.reshard import Resharded, SampleChoice, reshard
-from qie.shards.storage import find_indexes
+from qie.shards.discovery import find_indexes
 from qie.stores import open_folder
 
 EVER = 1 << 62

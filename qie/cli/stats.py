@@ -64,7 +64,7 @@ def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) ->
 
     The exit code is 1 if anything is wrong: unreadable or damaged shards, missing or repeated rows, mixed recipes.
     """
-    from qie.shards.storage import find_indexes
+    from qie.shards.discovery import find_indexes
 
     _check(options)
     indexes = find_indexes(shards)

@@ -21,10 +21,10 @@ from qie.data.stream import short_hash
 from qie.errors import QieError, UsageError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
+from qie.shards.discovery import published, rows_of
 from qie.shards.index import Skipped
 from qie.shards.sample_table import Columns
 from qie.shards.shard_set import OpenShards, ShardSet, Verify, open_shards
-from qie.shards.storage import published, rows_of
 from qie.stores import Folder
 from qie.threads import pause
 from qie.types import Sample

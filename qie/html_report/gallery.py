@@ -15,9 +15,9 @@ from PIL import Image
 
 from qie.errors import QieError, ShardError
 from qie.html_report.latents import LatentCounts, LatentStatistics
+from qie.shards.discovery import rows_of
 from qie.shards.index import Entry
 from qie.shards.reader import Shard, checked_sample
-from qie.shards.storage import rows_of
 from qie.shards.tensors import CHANNELS
 from qie.stats import Summary, one_line
 from qie.stores import File

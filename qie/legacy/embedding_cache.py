@@ -16,8 +16,8 @@ from qie.legacy.names import missing
 from qie.legacy.settings import CacheConfig
 from qie.paths import local_path
 from qie.recipe import json_hash, normal_prompt
+from qie.shards.discovery import published
 from qie.shards.shard_set import ShardSet
-from qie.shards.storage import published
 from qie.shards.tensors import to_storage
 from qie.stats import summarise
 from qie.stores import File, Folder, open_folder

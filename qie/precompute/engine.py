@@ -23,10 +23,10 @@ from qie.errors import RowError
 from qie.precompute.ranges import Range, shard_ranges
 from qie.precompute.report import OnReport, Report
 from qie.precompute.reuse import Records
+from qie.shards.discovery import published, rows_of
 from qie.shards.index import Entry, ShardIndex, Skipped, row_inputs, shard_stem
 from qie.shards.reader import Shard
 from qie.shards.record import encode
-from qie.shards.storage import published, rows_of
 from qie.shards.writer import ShardBusyError, ShardOverlapError, ShardWriter
 from qie.stages import Pipeline, Stage, Stages
 from qie.stores import File, Folder

@@ -27,9 +27,9 @@ from qie.precompute.engine import Engine, Settings
 from qie.precompute.ranges import Range, shard_ranges
 from qie.precompute.report import OnReport, Report
 from qie.recipe import Recipe
+from qie.shards.discovery import published, rows_of
 from qie.shards.index import read_index
 from qie.shards.shard_set import require_disjoint
-from qie.shards.storage import published, rows_of
 from qie.shards.writer import remove_abandoned
 from qie.stores import File, Folder, LocalFolder, open_folder
 

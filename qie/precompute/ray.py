@@ -23,8 +23,8 @@ from qie.precompute.local import Opener, plan_shards
 from qie.precompute.ranges import Range
 from qie.precompute.report import OnReport, Report
 from qie.recipe import Recipe
+from qie.shards.discovery import published, rows_of
 from qie.shards.shard_set import require_disjoint
-from qie.shards.storage import published, rows_of
 from qie.stores import Folder
 
 RETRIES = 5

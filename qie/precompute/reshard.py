@@ -17,9 +17,9 @@ from itertools import islice, pairwise, takewhile
 from qie.errors import ShardError, UsageError
 from qie.precompute.ranges import Range, merged_ranges, shard_ranges
 from qie.recipe import Recipe
+from qie.shards.discovery import published, rows_of
 from qie.shards.index import Entry, Skipped, member_name, read_index, shard_stem
 from qie.shards.reader import Shard
-from qie.shards.storage import published, rows_of
 from qie.shards.writer import ShardWriter
 from qie.stores import File, Folder, LocalFolder
 
@@ -111,7 +111,7 @@ def reshard(
     """Copy shards into `output`, cut on a grid of `shard_size` rows. Finished shards of a run before stay.
 
     Args:
-        places: the index files of each place, see `qie.shards.storage.find_indexes`.
+        places: the index files of each place, see `qie.shards.discovery.find_indexes`.
         output: another folder than those, empty or written to by the same call before.
         choice: which rows and samples are copied.
         renumber: let the rows of each place continue the numbers of the place before: for places of different sources.

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from qie.errors import ShardError
+from qie.shards.discovery import find_indexes, published
 from qie.shards.index import Entry, ShardIndex, read_index
 from qie.shards.reader import Shard
-from qie.shards.storage import find_indexes, published
 from qie.stores import File, Folder, MissingError
 
 _KEY = re.compile(rb'"key":"([0-9a-f]{16})[0-9a-f]{48}"')

@@ -190,7 +190,7 @@ def _split(record: memoryview) -> tuple[object, bytes, memoryview]:
         return metadata, b"{" + text[end + 4 :].rstrip(), body
     header = _json(text)
     if not isinstance(header, dict):
-        raise ShardError("the header is no JSON object", found=type(header).__name__)
+        raise ShardError("the header is not a JSON object", found=type(header).__name__)
     metadata = header.pop("__metadata__", None)
     return metadata, json.dumps(header).encode(), body
 
@@ -199,7 +199,7 @@ def _json(text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ShardError("the header is no JSON", found=error) from error
+        raise ShardError("the header is not JSON", found=error) from error
 
 
 @lru_cache(maxsize=4096)

@@ -20,10 +20,10 @@ from qie.errors import ShardError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.compact_index import COMPACT_NAME, Compact, CompactShard, ManifestFolder, read_compact
+from qie.shards.discovery import find_indexes, indexes_in
 from qie.shards.index import Entry, Skipped
 from qie.shards.reader import Shard, Tar, checked_sample
 from qie.shards.sample_table import Columns, Table
-from qie.shards.storage import find_indexes, indexes_in
 from qie.stores import File, Folder, StoreError
 from qie.types import Facts, Sample
 

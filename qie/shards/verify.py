@@ -15,10 +15,10 @@ import numpy as np
 
 from qie.errors import QieError, ShardError
 from qie.shards.compact_index import COMPACT_NAME, Compact, CompactShard
+from qie.shards.discovery import indexes_in, lonely
 from qie.shards.reader import Shard, Tar
 from qie.shards.sample_table import Table
 from qie.shards.shard_set import OpenShards, ShardSet, open_shard
-from qie.shards.storage import indexes_in, lonely
 from qie.stores import File, Folder, UnlistedError
 
 PIECE_BYTES = 8 * 2**20

@@ -18,10 +18,10 @@ from qie.errors import QieError
 from qie.precompute.ranges import Range, merged_ranges
 from qie.recipe import Recipe
 from qie.shards.compact_index import Compact
+from qie.shards.discovery import gaps
 from qie.shards.index import ShardIndex, Skipped, parse_stem, read_index
 from qie.shards.reader import Shard
 from qie.shards.shard_set import current_compact, require_disjoint
-from qie.shards.storage import gaps
 from qie.shards.verify import compact_faults, lonely_tars, shard_faults
 from qie.stages import Pipeline, Stage
 from qie.stores import File, Folder, StoreError

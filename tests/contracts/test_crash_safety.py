@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from qie.precompute import precompute
+from qie.shards.discovery import published, rows_of
 from qie.shards.reader import Shard
-from qie.shards.storage import published, rows_of
 from qie.shards.verify import shard_faults
 from tests.lives import ROWS, SHARD_SIZE, Lives
 from tests.stubs import StubEncoder, StubSource

@@ -22,11 +22,11 @@ from qie.inference.requests import save_image
 from qie.paths import open_own
 from qie.pretrained import open_pretrained
 from qie.shards.cache import ShardCache
+from qie.shards.discovery import find_indexes, published
 from qie.shards.index import Skipped, read_index
 from qie.shards.reader import Shard
 from qie.shards.record import decode, encode
 from qie.shards.shard_set import ShardSet
-from qie.shards.storage import find_indexes, published
 from qie.shards.writer import ShardWriter
 from qie.stores import File, LocalFolder
 from qie.training import checkpoint

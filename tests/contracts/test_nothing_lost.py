@@ -11,8 +11,8 @@ from qie.data.sources import open_source
 from qie.data.stream import Samples
 from qie.errors import RowError
 from qie.precompute import Settings, precompute
+from qie.shards.discovery import published
 from qie.shards.shard_set import ShardSet
-from qie.shards.storage import published
 from qie.stats import summarise
 from qie.stream_chooser import open_stream
 from qie.types import Shape

@@ -9,8 +9,8 @@ import pytest
 
 from qie.data.sources import open_source
 from qie.precompute import precompute
+from qie.shards.discovery import published
 from qie.shards.reader import Shard
-from qie.shards.storage import published
 from tests.lives import ROWS, SHARD_SIZE, Lives
 from tests.stubs import StubEncoder, StubSource
 

@@ -15,9 +15,9 @@ from qie.data.variants import Variants
 from qie.errors import RecipeMismatchError, RowError, ShardError, UsageError
 from qie.precompute import Report, Settings, engine, precompute
 from qie.precompute.engine import DEPTH, READERS
+from qie.shards.discovery import published, rows_of
 from qie.shards.reader import Shard
 from qie.shards.shard_set import ShardSet
-from qie.shards.storage import published, rows_of
 from qie.shards.verify import shard_faults
 from qie.shards.writer import ShardWriter
 from qie.stores import LocalFolder, StoreError

@@ -12,8 +12,8 @@ from qie.data.variants import Variants
 from qie.errors import RecipeMismatchError
 from qie.precompute import Settings, precompute
 from qie.precompute.estimate import PrecomputeEstimate, estimate_precompute
+from qie.shards.discovery import published
 from qie.shards.reader import Shard
-from qie.shards.storage import published
 from qie.stores import open_folder
 from tests.stubs import RECIPE, StubEncoder, StubSource
 

@@ -10,8 +10,8 @@ import pytest
 
 from qie.errors import QieError
 from qie.precompute import precompute
+from qie.shards.discovery import published
 from qie.shards.reader import Shard
-from qie.shards.storage import published
 from qie.shards.verify import shard_faults
 from tests.stubs import StubEncoder, StubSource
 

@@ -14,8 +14,8 @@ import pytest
 
 from qie.errors import QieError, RecipeMismatchError, RowError
 from qie.precompute import Report, Settings, precompute
+from qie.shards.discovery import published, rows_of
 from qie.shards.reader import Shard
-from qie.shards.storage import published, rows_of
 from qie.shards.verify import shard_faults
 from tests.precompute import openers
 from tests.stubs import StubEncoder

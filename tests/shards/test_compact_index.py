@@ -17,10 +17,10 @@ from safetensors.numpy import load, save
 from qie.data.plan import plan_epoch
 from qie.errors import RecipeMismatchError, ShardError
 from qie.shards.compact_index import COMPACT_NAME, Compact, _digest, read_compact, write_compact
+from qie.shards.discovery import published
 from qie.shards.index import Skipped
 from qie.shards.sample_table import COLUMNS
 from qie.shards.shard_set import ShardSet, compacted
-from qie.shards.storage import published
 from qie.stores import File, Folder, LocalFolder, open_folder
 from qie.stores.objects import ObjectFolder
 from qie.types import Sample

@@ -137,11 +137,11 @@ NO_RECORDS = {
     },
     "long header": (raw(b"{}", length=3), "the header is longer than the record"),
     "endless header": (raw(b"{}", length=2**64 - 1), "the header is longer than the record"),
-    "empty": (raw(b""), "the header is no JSON"),
-    "half": (raw(b'{"pixel_latent":'), "the header is no JSON"),
-    "no UTF-8": (raw(b'{"\xff\xfe":1}'), "the header is no JSON"),
-    "nested": (raw(b"[" * 200_000), "the header is no JSON"),
-    **{str(text): (raw(text), "the header is no JSON object") for text in (b"[]", b"null", b"7", b'"qie"')},
+    "empty": (raw(b""), "the header is not JSON"),
+    "half": (raw(b'{"pixel_latent":'), "the header is not JSON"),
+    "no UTF-8": (raw(b'{"\xff\xfe":1}'), "the header is not JSON"),
+    "nested": (raw(b"[" * 200_000), "the header is not JSON"),
+    **{str(text): (raw(text), "the header is not a JSON object") for text in (b"[]", b"null", b"7", b'"qie"')},
     **{
         f"metadata {str(one)[:20]}": (
             raw(json.dumps({"__metadata__": one} if one != "none" else {}).encode()),

@@ -18,11 +18,11 @@ from click.testing import CliRunner
 from qie.cli import stats
 from qie.errors import QieError, ShardError
 from qie.shards.compact_index import COMPACT_NAME, read_compact, write_compact
+from qie.shards.discovery import find_indexes
 from qie.shards.index import member_name
 from qie.shards.reader import Shard
 from qie.shards.sample_table import COLUMNS
 from qie.shards.shard_set import ShardSet, compacted
-from qie.shards.storage import find_indexes
 from qie.shards.verify import compact_faults
 from qie.stats import Summary, summarise
 from qie.stores import LocalFolder, open_folder

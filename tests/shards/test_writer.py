@@ -26,11 +26,11 @@ from safetensors.torch import load
 
 from qie.errors import QieError, ShardError, UsageError
 from qie.shards import writer
+from qie.shards.discovery import published
 from qie.shards.index import ShardIndex, member_name, read_index
 from qie.shards.reader import Shard
 from qie.shards.record import encode
 from qie.shards.shard_set import ShardSet
-from qie.shards.storage import published
 from qie.shards.verify import shard_faults
 from qie.shards.writer import ShardBusyError, ShardOverlapError, ShardWriter, remove_abandoned
 from qie.stores import LocalFolder, StoreError, open_folder

@@ -19,8 +19,8 @@ import pytest
 from qie.data.sources import open_source, source_name
 from qie.errors import RowError, SourceError
 from qie.precompute import precompute
+from qie.shards.discovery import published
 from qie.shards.reader import Shard
-from qie.shards.storage import published
 from qie.types import Row
 from tests.builders import RECIPE
 from tests.sources.tables import Table, names, refused, write_tar

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from qie.cli import stats
 from qie.data.plan import plan_epoch
 from qie.errors import RecipeMismatchError, UsageError
+from qie.shards.discovery import find_indexes
 from qie.shards.shard_set import ShardSet
-from qie.shards.storage import find_indexes
 from qie.stats import EpochPlan, preview_epoch
 from tests.builders import make_recipe, make_sample, write_shard
 

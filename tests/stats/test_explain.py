@@ -18,7 +18,7 @@ from qie.cli import stats
 from qie.data.variants import Variants
 from qie.precompute import Settings, precompute
 from qie.recipe import Recipe
-from qie.shards.storage import find_indexes
+from qie.shards.discovery import find_indexes
 from qie.stats import Explanation, explain_rows
 from tests.builders import rewrite_index
 from tests.conftest import AREA_PX

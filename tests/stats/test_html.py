@@ -22,9 +22,9 @@ from qie.html_report import gallery
 from qie.html_report.gallery import LOOKED_AT, look_at, spread
 from qie.html_report.latents import LatentCounts
 from qie.html_report.markup import Html, join, shown, tag
+from qie.shards.discovery import find_indexes
 from qie.shards.index import Entry, Skipped
 from qie.shards.record import encode
-from qie.shards.storage import find_indexes
 from qie.shards.writer import ShardWriter
 from qie.stats import summarise
 from qie.types import Row

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from qie.cli import stats
 from qie.errors import QieError
 from qie.precompute.ranges import merged_ranges
-from qie.shards.storage import find_indexes
+from qie.shards.discovery import find_indexes
 from qie.stats import Summary, summarise
 from qie.stores import LocalFolder, StoreError
 from tests.builders import make_recipe, make_sample, write_shard

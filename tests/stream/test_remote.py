@@ -20,8 +20,8 @@ import pytest
 from qie.errors import QieError
 from qie.shards.cache import ShardCache
 from qie.shards.compact_index import COMPACT_NAME, write_compact
+from qie.shards.discovery import find_indexes
 from qie.shards.shard_set import compacted
-from qie.shards.storage import find_indexes
 from qie.stats import summarise
 from qie.stores import open_folder
 from qie.stream_chooser import open_stream

@@ -27,8 +27,8 @@ from diffusers import QwenImageEditPipeline
 from qie.cli import train
 from qie.data.sources import open_source
 from qie.precompute import Settings, precompute
+from qie.shards.discovery import published
 from qie.shards.reader import Shard
-from qie.shards.storage import published
 from qie.stats import summarise
 from qie.training.model import trainable
 from qie.types import Sample

@@ -12,10 +12,10 @@ import pytest
 from qie.errors import RecipeMismatchError, ShardError, UsageError
 from qie.precompute import precompute
 from qie.precompute.reshard import SampleChoice, reshard
+from qie.shards.discovery import find_indexes, published
 from qie.shards.reader import Shard
 from qie.shards.record import encode
 from qie.shards.shard_set import ShardSet
-from qie.shards.storage import find_indexes, published
 from qie.shards.writer import ShardWriter
 from qie.stats import summarise
 from qie.stores import open_folder

@@ -8,8 +8,8 @@ import pytest
 from braceexpand import braceexpand
 
 from qie.errors import ShardError, UsageError
+from qie.shards.discovery import find_indexes, gaps, lonely, published, rows_of
 from qie.shards.index import shard_stem
-from qie.shards.storage import find_indexes, gaps, lonely, published, rows_of
 from qie.stores import Folder, LocalFolder, StoreError, open_folder
 from qie.stores.patterns import expand_braces
 from tests.s3 import S3

@@ -1,4 +1,4 @@
-"""Where shards lie: folders, files, globs and braces, on local disks and in other stores.
+"""Which shards there are: in folders, by file names, globs and braces, on local disks and in other stores.
 
 Nothing here runs a program: a `pipe:` URL is refused, whatever it says.
 """
