@@ -126,7 +126,7 @@ def test_the_guides_say_what_encoding_and_its_samples_take() -> None:
     guide = " ".join((ROOT / "docs" / "guides" / "24gb.md").read_text("utf-8").split())
     qwen, (vae, _) = work._qwen(), work._vaes()
     numbers = [sum(weight.numel() for weight in model.parameters()) for model in (qwen, vae)]
-    assert f"about {2 * sum(numbers) / 1e9:.0f} GB of it, Qwen2.5-VL's {numbers[0] / 1e9:.1f} B numbers" in guide
+    assert f"about {2 * sum(numbers) / 1e9:.0f} GB of it: {numbers[0] / 1e9:.1f} B parameters of Qwen2.5-VL" in guide
     assert f"Qwen2.5-VL {2 * numbers[0] / 1e9:.0f} GB." in guide
     one, two = (
         (controls + 1) * 2 * 16 * 128 * 128 + 2 * samples.WIDTH * (tokens + samples.NULL)
