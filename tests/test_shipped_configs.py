@@ -30,7 +30,9 @@ def invoke(command, *arguments: object) -> None:
 
 
 def test_they_are_found() -> None:
-    assert {"demo", "edit_lora", "edit_plus_lora", "edit_full", "edit_lora_24gb"} == {path.stem for path in CONFIGS}
+    assert {"demo", "edit_lora", "edit_plus_lora", "edit_full", "edit_lora_24gb", "small_model"} == {
+        path.stem for path in CONFIGS
+    }
     assert {"ddp", "fsdp2"} == {path.stem for path in ACCELERATE}
 
 

@@ -129,25 +129,31 @@ def save_vae(folder: Path, seed: int) -> None:
     vae.save_pretrained(folder)
 
 
-def save_text_encoder(folder: Path, tokenizer: Any, seed: int, sharded: bool) -> None:
+def save_text_encoder(folder: Path, tokenizer: Any, seed: int, sharded: bool, width: int = HIDDEN) -> None:
+    """Save a random text encoder; `width`, of its hidden states, is a multiple of 16."""
+
     def token(name: str) -> int:
         return int(tokenizer.convert_tokens_to_ids(f"<|{name}|>"))
 
     text = {
         "vocab_size": len(tokenizer),
-        "hidden_size": HIDDEN,
-        "intermediate_size": 64,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 4]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [width // 16, width // 16, width // 8],
+        },
         "bos_token_id": None,
         "eos_token_id": token("im_end"),
     }
     vision = {
         "depth": 2,
         "hidden_size": HIDDEN,
-        "out_hidden_size": HIDDEN,
+        "out_hidden_size": width,
         "intermediate_size": 64,
         "num_heads": 2,
         "fullatt_block_indexes": [1],  # one layer of each kind: windowed, then full
@@ -179,8 +185,8 @@ def save_transformer(folder: Path, family: str, seed: int) -> None:
     save(model, folder, sharded=family == "edit_plus")
 
 
-def make_tokenizer(family: str) -> Any:
-    """A byte-level BPE of the pipeline's own template, in which every word of that template is one token.
+def make_tokenizer(family: str, prompts: Sequence[str] = ()) -> Any:
+    """A byte-level BPE of the pipeline's own template and `prompts`, in which every word of theirs is one token.
 
     That holds for the released tokenizer too, so the 64 leading tokens that the pipeline drops are the same text.
     """
@@ -192,7 +198,7 @@ def make_tokenizer(family: str) -> Any:
         show_progress=False,
     )
     bpe = transformers.Qwen2Tokenizer().backend_tokenizer  # for its pre-tokenization
-    bpe.train_from_iterator(re.split(r"<\|\w+\|>", template), trainer)
+    bpe.train_from_iterator([*re.split(r"<\|\w+\|>", template), *prompts], trainer)
     learnt = json.loads(bpe.to_str())["model"]
     tokenizer = transformers.Qwen2Tokenizer(
         vocab=learnt["vocab"],
@@ -206,17 +212,17 @@ def make_tokenizer(family: str) -> Any:
     return tokenizer
 
 
-def save_processor(folder: Path, tokenizer: Any, family: str) -> None:
+def save_processor(folder: Path, tokenizer: Any, family: str, max_pixels: int = MAX_PIXELS) -> None:
     tokenizer.save_pretrained(folder)
     owner = {"processor_class": "Qwen2VLProcessor"}
     config = folder / "tokenizer_config.json"
     write_json(config, json.loads(config.read_text(encoding="utf-8")) | owner)
     kind = {"image_processor_type": "Qwen2VLImageProcessor"}
     if family == "edit":
-        limits = {"min_pixels": MIN_PIXELS, "max_pixels": MAX_PIXELS}
+        limits = {"min_pixels": MIN_PIXELS, "max_pixels": max_pixels}
         write_json(folder / "preprocessor_config.json", IMAGE_PROCESSOR | kind | limits | owner)
         return
-    common = IMAGE_PROCESSOR | {"size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}}
+    common = IMAGE_PROCESSOR | {"size": {"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels}}
     video = common | {"video_processor_type": "Qwen2VLVideoProcessor"}
     write_json(folder / "processor_config.json", {"image_processor": common | kind, "video_processor": video} | owner)
 
