@@ -55,6 +55,7 @@ def area_octaves(one: Size, other: Size) -> float:
 @deterministic
 @given(images, areas)
 @example((1, 1), [2])
+@example((2, 1), [1, 2])
 @example((100, 100), [10_000, 10_001])
 def test_the_area_is_the_largest_that_does_not_enlarge_or_else_the_smallest(image: Size, areas_px: list[int]) -> None:
     found = choose_area(image, areas_px)
