@@ -20,7 +20,7 @@ from qie.data.variants import Variants
 from qie.devices import resolve_device, resolve_dtype
 from qie.errors import RowError, UsageError
 from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
-from qie.quiet import quiet_libraries, spare_imports
+from qie.quiet_libraries import quiet_libraries, spare_imports
 from qie.recipe import Recipe
 from qie.stages import Stages, quick_turns
 from qie.stores import Folder

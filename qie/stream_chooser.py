@@ -16,7 +16,7 @@ import torch
 
 from qie.config import Config, required
 from qie.data.follow import GrowingPlans, GrowingSamples
-from qie.data.keep import Keep, KeptSamples
+from qie.data.kept_samples import Keep, KeptSamples
 from qie.data.live import LiveSamples, RowEncoder, RowFacts, look_at_rows
 from qie.data.plan import PlanSettings
 from qie.data.sources import Source, SourceSpec, open_source

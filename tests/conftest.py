@@ -32,7 +32,7 @@ def _tiny_model(folder: Path, family: str) -> Path:
 
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        with mock.patch("qie.quiet.quiet_imports"):
+        with mock.patch("qie.quiet_libraries.quiet_imports"):
             from tools import make_tiny_model
         assert make_tiny_model.main([str(folder), "--family", family]) == 0
     # The tool turns them off, and would have the libraries quiet; whether qie does is for tests to see.

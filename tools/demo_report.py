@@ -21,7 +21,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from PIL import Image
 
-from qie.quiet import quiet_imports, quiet_libraries
+from qie.quiet_libraries import quiet_imports, quiet_libraries
 
 quiet_imports()
 from qie.config import Config, load_config

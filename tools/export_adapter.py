@@ -26,7 +26,7 @@ import torch
 from qie.errors import QieError
 from qie.paths import local_path
 from qie.pretrained import open_pretrained
-from qie.quiet import quiet_libraries
+from qie.quiet_libraries import quiet_libraries
 from qie.training.model.adapter_file import export_adapter
 from qie.training.model.lora import merge_adapter
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from qie.quiet import quiet_imports
+from qie.quiet_libraries import quiet_imports
 
 quiet_imports()
 import diffusers

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qie.quiet import quiet_imports
+from qie.quiet_libraries import quiet_imports
 
 quiet_imports()
 import numpy as np

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qie.quiet import quiet_imports, quiet_libraries
+from qie.quiet_libraries import quiet_imports, quiet_libraries
 
 quiet_imports()
 import diffusers

@@ -76,7 +76,7 @@ def explained(command: Function) -> Function:
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         from qie.errors import QieError
-        from qie.quiet import quiet_imports
+        from qie.quiet_libraries import quiet_imports
 
         quiet_imports()
         try:

@@ -89,7 +89,7 @@ def main(
     from qie.config import load_config, required
     from qie.from_config import open_encoder, open_rows, precompute_config, worker_configs
     from qie.precompute.estimate import estimate_precompute
-    from qie.quiet import quiet_libraries
+    from qie.quiet_libraries import quiet_libraries
     from qie.stores import open_folder
 
     config = load_config(config_path, [*overrides, *_devices(options)])
@@ -152,7 +152,7 @@ def _settings(config: Config, options: dict[str, Any]) -> Settings:
 
 
 def _followed(run: Callable[..., Report], rows: int, progress: Progress, log: JsonLog) -> Report:
-    from qie.precompute.report import Pace
+    from qie.precompute.counts import Pace
 
     pace = Pace(rows)
 
@@ -218,7 +218,7 @@ def _finish(skipped: Sequence[Skipped], most: int = 20) -> None:
 
 def run() -> None:
     """The command in a process of its own, which does nothing else afterwards."""
-    from qie.quiet import spare_imports
+    from qie.quiet_libraries import spare_imports
 
     main(obj=spare_imports)
 

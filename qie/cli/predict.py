@@ -72,7 +72,7 @@ def main(
     from qie.from_config import open_predictor
     from qie.inference.requests import Sampling, check_requests, embed_requests, iter_generated
     from qie.paths import local_path
-    from qie.quiet import quiet_libraries
+    from qie.quiet_libraries import quiet_libraries
 
     requests = _requests(**asked)
     measures = None if size is None else parse_size(size)

@@ -131,7 +131,7 @@ def _open_page(options: dict[str, Any]) -> tuple[Path, VaeDecoder | None]:
     if options["vae"] is None:
         return path, None
     from qie.html_report.decoding import VaeDecoder
-    from qie.quiet import quiet_libraries
+    from qie.quiet_libraries import quiet_libraries
 
     quiet_libraries()
     return path, VaeDecoder(options["vae"])
@@ -171,7 +171,7 @@ def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, qu
     """Exits with 1 for rows and indexes that cannot be read; a missing row is an answer."""
     from qie.config import load_config
     from qie.from_config import open_encoder, open_rows, variants
-    from qie.quiet import quiet_libraries
+    from qie.quiet_libraries import quiet_libraries
     from qie.stats import explain_rows
 
     quiet_libraries()

@@ -51,7 +51,7 @@ def main(
     from qie.config import load_config
     from qie.paths import local_path
     from qie.pretrained import open_pretrained
-    from qie.quiet import quiet_libraries
+    from qie.quiet_libraries import quiet_libraries
     from qie.stream_chooser import open_training_stream
     from qie.training.checkpoint_folders import find_resume
     from qie.training.loop import train

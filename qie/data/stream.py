@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from qie.data.batch import collate
-from qie.data.keep import KeptSamples
+from qie.data.kept_samples import KeptSamples
 from qie.data.plan import Plan, PlannedBatch, PlanSettings, held_out
 from qie.errors import UsageError
 from qie.recipe import Recipe

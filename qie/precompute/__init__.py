@@ -1,8 +1,8 @@
 """Precompute: a range of rows becomes shards. Published rows are not encoded again."""
 
+from qie.precompute.counts import Report
 from qie.precompute.engine import Settings
 from qie.precompute.local import precompute
 from qie.precompute.ranges import resolve_part, resolve_range
-from qie.precompute.report import Report
 
 __all__ = ["Report", "Settings", "precompute", "resolve_part", "resolve_range"]

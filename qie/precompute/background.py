@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from qie.data.live import RowEncoder
 from qie.data.sources import Source
 from qie.errors import QieError
+from qie.precompute.counts import Report
 from qie.precompute.engine import Settings
 from qie.precompute.local import precompute
-from qie.precompute.report import Report
 
 
 @dataclass(eq=False)

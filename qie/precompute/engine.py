@@ -20,8 +20,8 @@ from qie.data.live import RowEncoder
 from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
 from qie.errors import RowError
+from qie.precompute.counts import OnReport, Report
 from qie.precompute.ranges import Range, shard_ranges
-from qie.precompute.report import OnReport, Report
 from qie.precompute.reuse import Records
 from qie.shards.discovery import published, rows_of
 from qie.shards.index import Entry, ShardIndex, Skipped, row_inputs, shard_stem

@@ -23,9 +23,9 @@ from typing import Any
 from qie.data.live import RowEncoder
 from qie.data.sources import Source
 from qie.errors import QieError, UsageError
+from qie.precompute.counts import OnReport, Report
 from qie.precompute.engine import Engine, Settings
 from qie.precompute.ranges import Range, shard_ranges
-from qie.precompute.report import OnReport, Report
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
 from qie.shards.index import read_index

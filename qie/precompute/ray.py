@@ -18,10 +18,10 @@ from typing import Any
 from qie.data.live import RowEncoder
 from qie.data.sources import Source
 from qie.errors import QieError, UsageError
+from qie.precompute.counts import OnReport, Report
 from qie.precompute.engine import Engine, Settings
 from qie.precompute.local import Opener, plan_shards
 from qie.precompute.ranges import Range
-from qie.precompute.report import OnReport, Report
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
 from qie.shards.shard_set import require_disjoint

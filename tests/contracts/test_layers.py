@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 # From the lowest to the highest. Modules on one line do not know each other.
 LAYERS = [
     ["errors", "types", "threads"],
-    ["paths", "quiet"],
+    ["paths", "quiet_libraries"],
     ["families", "file_hashes", "image_formats", "quantities", "recipe", "stages"],
     ["stores"],
     ["config"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qie.data.follow import GrowingPlans, GrowingSamples
-from qie.data.keep import Keep
+from qie.data.kept_samples import Keep
 from qie.data.plan import PlanSettings
 from qie.data.stream import Stream
 from qie.errors import QieError, UsageError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from qie.data.keep import Keep
+from qie.data.kept_samples import Keep
 from qie.data.plan import PLAN_VERSION
 from qie.data.stream import Stream
 from qie.errors import QieError, UsageError

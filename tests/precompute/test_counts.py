@@ -9,7 +9,7 @@ import pytest
 from qie.cli.common import Progress
 from qie.cli.precompute import _note
 from qie.precompute import Report
-from qie.precompute.report import Pace
+from qie.precompute.counts import Pace
 from qie.shards.index import Skipped
 from qie.stages import Load
 
