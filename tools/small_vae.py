@@ -30,15 +30,14 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
-    QwenImageAttentionBlock,
-    QwenImageCausalConv3d,
     QwenImageResample,
     QwenImageResidualBlock,
-    QwenImageRMS_norm,
 )
 from PIL import Image
 from torch import nn
 from torch.nn import functional
+
+from qie.encode.vae import without_time
 
 SHAPE: dict[str, Any] = {
     "base_dim": 12,
@@ -61,73 +60,11 @@ SAVE_EVERY_S, MEASURE_EVERY = 90.0, 250
 # The VAE without its time axis
 
 
-class Conv(nn.Conv2d):
-    """A causal Conv3d on a single frame."""
-
-    def __init__(self, video: QwenImageCausalConv3d) -> None:
-        left, _, top, _, _, _ = video._padding
-        size, stride = video.kernel_size[1:], video.stride[1:]
-        super().__init__(video.in_channels, video.out_channels, size, stride=stride, padding=(top, left))
-        self.weight = nn.Parameter(video.weight.detach()[:, :, -1].clone())
-        assert video.bias is not None
-        self.bias = nn.Parameter(video.bias.detach().clone())
-
-
-class Norm(nn.Module):
-    def __init__(self, video: QwenImageRMS_norm) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(video.gamma.detach().flatten().clone())
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        last = features.movedim(1, -1)
-        return (last * torch.rsqrt(last.square().mean(-1, keepdim=True) + 1e-24) * self.gamma).movedim(-1, 1)
-
-
-class Attention(nn.Module):
-    def __init__(self, video: QwenImageAttentionBlock) -> None:
-        super().__init__()
-        self.norm, self.to_qkv, self.proj = Norm(video.norm), video.to_qkv, video.proj
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        batch, channels, height, width = features.shape
-        packed = self.to_qkv(self.norm(features)).reshape(batch, 1, 3 * channels, height * width).transpose(2, 3)
-        found = functional.scaled_dot_product_attention(*packed.chunk(3, -1))
-        projected: torch.Tensor = self.proj(found[:, 0].transpose(1, 2).reshape(features.shape))
-        return features + projected
-
-
-class Resample(nn.Module):
-    def __init__(self, video: QwenImageResample) -> None:
-        super().__init__()
-        self.resample = video.resample
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.resample(features)
-        return found
-
-
-STILL = {
-    QwenImageCausalConv3d: Conv,
-    QwenImageRMS_norm: Norm,
-    QwenImageAttentionBlock: Attention,
-    QwenImageResample: Resample,
-}
-
-
 def still_vae() -> AutoencoderKLQwenImage:
-    """The VAE with random weights, for images [B, C, H, W]. Its state has the video VAE's names."""
+    """The VAE with random weights, which computes on one frame. Its state has the video VAE's names."""
     vae = AutoencoderKLQwenImage(**SHAPE)
-    _replace(vae)
-    return vae
-
-
-def _replace(module: nn.Module) -> None:
-    for name, child in module.named_children():
-        kind = STILL.get(type(child))
-        if kind is None:
-            _replace(child)
-        else:
-            setattr(module, name, kind(child))
+    without_time(vae)
+    return vae.requires_grad_(True)
 
 
 @torch.no_grad()
@@ -148,13 +85,13 @@ def to_video(state: dict[str, torch.Tensor]) -> AutoencoderKLQwenImage:
 
 def encode(vae: AutoencoderKLQwenImage, pixels: torch.Tensor) -> torch.Tensor:
     """[B, 3, H, W] in [-1, 1] to the posterior's mode, [B, 16, H/8, W/8]."""
-    moments: torch.Tensor = vae.quant_conv(vae.encoder(pixels))
-    return moments[:, :LATENTS]
+    moments: torch.Tensor = vae.quant_conv(vae.encoder(pixels[:, :, None]))
+    return moments[:, :LATENTS, 0]
 
 
 def decode(vae: AutoencoderKLQwenImage, latents: torch.Tensor) -> torch.Tensor:
-    pixels: torch.Tensor = vae.decoder(vae.post_quant_conv(latents))
-    return pixels
+    pixels: torch.Tensor = vae.decoder(vae.post_quant_conv(latents[:, :, None]))
+    return pixels[:, :, 0]
 
 
 # Its start
@@ -177,13 +114,13 @@ def fit_encoder(vae: AutoencoderKLQwenImage, squares: torch.Tensor) -> torch.Ten
     for block in encoder.modules():
         if isinstance(block, QwenImageResidualBlock):
             _clear(block.conv2)
-            if isinstance(block.conv_shortcut, Conv):
+            if isinstance(block.conv_shortcut, nn.Conv2d):
                 _clear(block.conv_shortcut)
                 block.conv_shortcut.weight[: block.in_dim, :, 0, 0] = torch.eye(block.in_dim)
     _clear(encoder.mid_block.attentions[0].proj)
     _clear(encoder.conv_in)
     encoder.conv_in.weight[:3, :, 1, 1] = torch.eye(3)
-    first, second, third = (block.resample[1] for block in encoder.down_blocks if isinstance(block, Resample))
+    first, second, third = (block.resample[1] for block in encoder.down_blocks if isinstance(block, QwenImageResample))
     for conv in (first, second, third):
         _clear(conv)
     first.weight[:HALF, :3, :2, :2] = torch.eye(HALF).view(HALF, 3, 2, 2)
@@ -250,7 +187,7 @@ def start_decoder(vae: AutoencoderKLQwenImage, seed: int) -> None:
     for block in decoder.modules():
         if isinstance(block, QwenImageResidualBlock):
             block.conv2.weight.mul_(0.1)
-            if isinstance(block.conv_shortcut, Conv):
+            if isinstance(block.conv_shortcut, nn.Conv2d):
                 block.conv_shortcut.weight[:, :, 0, 0] = mixing(block.out_dim, block.in_dim)
     _clear(decoder.mid_block.attentions[0].proj)
     decoder.conv_in.weight.mul_(0.3)[:, :, 1, 1] += mixing(decoder.conv_in.out_channels, LATENTS) / LATENT_STD

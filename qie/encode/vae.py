@@ -128,7 +128,7 @@ def still_encoder(vae: AutoencoderKLQwenImage) -> nn.Module:
     with torch.inference_mode():
         expected = vae._encode(probe).float()
         try:
-            still: nn.Module = _without_time(copy.deepcopy(_Still(vae)))
+            still: nn.Module = without_time(copy.deepcopy(_Still(vae)))
             still = still.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             worst = float((still(probe).float() - expected).abs().max() / expected.std())
             reason = f"it is {worst:.1e} of the deviation away"
@@ -154,12 +154,13 @@ class _Whole(nn.Module):
         return moments
 
 
-def _without_time(module: nn.Module) -> nn.Module:
+def without_time(module: nn.Module) -> nn.Module:
+    """Replace a VAE's layers, in place, by those that compute the same on videos of one frame, [B, C, 1, H, W]."""
     for name, child in module.named_children():
         if isinstance(child, QwenImageCausalConv3d):
             setattr(module, name, _FrameConv(child))
         elif isinstance(child, QwenImageRMS_norm) and not isinstance(child.bias, nn.Parameter):
             setattr(module, name, _FrameNorm(child))
         else:
-            _without_time(child)
+            without_time(child)
     return module
