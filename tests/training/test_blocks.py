@@ -6,6 +6,7 @@ Bit for bit, since the same kernels run on the same numbers at equally aligned a
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -242,6 +243,25 @@ def test_the_backward_pass_of_compiled_blocks_reads_no_evicted_weights(copies) -
     compile_blocks(transformer, "aot_eager")
     assert_equal_but_for_rounding(gradients(transformer), gradients(small_transformer(num_layers=2)))
     assert alive(copies) == 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_blocks_are_compiled_in_as_many_versions_where_another_thread_recomputes_them() -> None:
+    """As autograd's threads do for a GPU: a limit set in the thread of the run does not hold in them."""
+    some = [small_transformer(num_layers=1, num_attention_heads=heads) for heads in (1, 2)]
+    for transformer in some:
+        checkpoint_activations(transformer, 1)
+        compile_blocks(transformer, "eager")
+    loss = sum(transformer(**inputs())[0].sum() for transformer in some)
+    torch._dynamo.reset()  # so that recomputation has to compile again, a version for each width
+
+    def backward() -> None:
+        torch._dynamo.config.recompile_limit = 1  # more versions than 8 take long to compile
+        loss.backward()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(backward).result()
+    assert all(weight.grad is not None for name, weight in some[0].named_parameters() if "lora_" in name)
 
 
 def on_gpu() -> dict:

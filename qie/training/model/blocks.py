@@ -78,11 +78,16 @@ def compile_blocks(transformer: QwenImageTransformer2DModel, backend: str | Call
     such as those that fetch offloaded weights or those of FSDP, stay outside. Sizes are dynamic from the start: text
     lengths differ from batch to batch.
     """
-    # All blocks share their versions: with and without gradients, into the block and in it, of one sample and of more,
-    # with a mask of the text and without. torch refuses to compile more than 8.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for block in transformer.transformer_blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=True, backend=backend)
+        block.register_forward_pre_hook(_allow_versions)
+
+
+def _allow_versions(*_: object) -> None:
+    """All blocks share their versions: with and without gradients, into the block and in it, of one sample and of more,
+    with a mask of the text and without. torch refuses to compile more than 8, unless the calling thread has set another
+    limit; and autograd recomputes a GPU's blocks in threads of its own."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
 
 
 def _offload(transformer: QwenImageTransformer2DModel, blocks: Sequence[nn.Module], device: torch.device) -> None:
