@@ -43,3 +43,16 @@ def resolve_dtype(name: str, device: torch.device) -> str:
     if name != "auto":
         return name
     return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def staged(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Host values as `dtype`, where a copy to `device` need not wait: in page-locked memory, if that is a GPU."""
+    dtype = dtype or values.dtype
+    if device.type != "cuda":
+        return values.to(dtype)
+    return torch.empty(values.shape, dtype=dtype, pin_memory=True).copy_(values)
+
+
+def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Host values on a device, to which the host does not wait for the copy."""
+    return staged(values, device).to(device, non_blocking=True)

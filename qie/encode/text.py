@@ -19,6 +19,8 @@ from PIL import Image
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from qie.devices import sent, staged
+from qie.encode.vision import VisionTower
 from qie.errors import ModelError, RowError
 from qie.families import NULL_PROMPT, Family
 from qie.pretrained import PretrainedModel, loading
@@ -49,7 +51,7 @@ class PromptEmbeds:
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """The vision tower's input: pixel values, on the host, and the grid of patches of each image, [n, 3]."""
+    """The vision tower's input, on the host: pixel values, and the grid of patches of each image, [n, 3]."""
 
     values: torch.Tensor
     grids: torch.Tensor
@@ -62,7 +64,7 @@ class VisionFeatures:
     Attributes:
         text: template and image tokens, up to the prompt.
         features: the embeddings of the image tokens, [tokens, D].
-        grids: the grid of patches of each image, [n, 3].
+        grids: the grid of patches of each image, [n, 3], on the host.
         prefix: with share_prefix, a pass over `text`: key-value cache, last hidden states, next rotary position.
     """
 
@@ -132,6 +134,12 @@ class PromptEncoder:
             )
         return whole.model.eval().requires_grad_(False)
 
+    @cached_property
+    def _tower(self) -> VisionTower:
+        tower = VisionTower(self._model.visual, self.device)
+        tower.check()
+        return tower
+
     def count_tokens(self, image_sizes: Sequence[tuple[int, int]], prompt: str) -> int:
         """Length L of the prompt's embedding with images of these (width, height). Encodes nothing."""
         pads = [
@@ -144,20 +152,18 @@ class PromptEncoder:
     def patches(self, images: Sequence[Image.Image]) -> Patches:
         """The vision tower's input for images that already have the recipe's sizes."""
         inputs = self._processor(images=list(images), return_tensors="pt")
-        return Patches(inputs["pixel_values"], inputs["image_grid_thw"])
+        return Patches(staged(inputs["pixel_values"], self.device, self.dtype), inputs["image_grid_thw"])
 
     @torch.inference_mode()
     def vision_features(self, patches: Patches) -> VisionFeatures:
         """Images through the vision tower; with share_prefix, through the language model, too."""
-        grids = patches.grids.to(self.device)
-        features = self._model.get_image_features(patches.values.to(self.device), grids)
-        features = getattr(features, "pooler_output", features)
+        features = self._tower.features(patches.values.to(self.device, non_blocking=True), patches.grids)
         pads = [int(grid.prod()) // self._processor.merge_size**2 for grid in patches.grids]
-        images = VisionFeatures(self._before_prompt(pads), torch.cat(tuple(features)), grids)
+        images = VisionFeatures(self._before_prompt(pads), features, patches.grids)
         if self._share_prefix:
             embeds, positions = self._inputs(images, images.text)
             output = self._model.language_model(
-                inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=True
+                inputs_embeds=embeds[None], position_ids=sent(positions, self.device)[:, None], use_cache=True
             )
             images.prefix = output.past_key_values, output.last_hidden_state[0], int(positions[0, -1]) + 1
         return images
@@ -183,15 +189,17 @@ class PromptEncoder:
             self._inputs(one, one.text + prompt + self._family.after_prompt)
             for one, prompt in zip(images, prompts, strict=True)
         ]
-        mask = _padded([torch.ones(len(embeds), dtype=torch.long, device=self.device) for embeds, _ in inputs])
+        mask = _padded([torch.ones(len(embeds), dtype=torch.long) for embeds, _ in inputs])
+        positions = _padded([positions.T for _, positions in inputs]).permute(2, 0, 1)
         output = self._model.language_model(
             inputs_embeds=_padded([embeds for embeds, _ in inputs]),
-            position_ids=_padded([positions.T for _, positions in inputs]).permute(2, 0, 1),
-            attention_mask=mask,
+            position_ids=sent(positions, self.device),
+            # transformers reads a mask back from the GPU, to leave it out if nothing is padded.
+            attention_mask=None if mask.all() else sent(mask, self.device),
             use_cache=True,
         )
         lengths = [len(self._tokenizer(one.text)["input_ids"]) for one in images]
-        before = torch.arange(mask.shape[1], device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
+        before = torch.arange(mask.shape[1]) < torch.tensor(lengths)[:, None]
         starts = [int(positions[0, length - 1]) + 1 for (_, positions), length in zip(inputs, lengths, strict=True)]
         tails = self._tails(output.past_key_values, before.long(), starts, [NULL_PROMPT] * len(images))
         hidden = [states[: len(embeds)] for states, (embeds, _) in zip(output.last_hidden_state, inputs, strict=True)]
@@ -206,7 +214,7 @@ class PromptEncoder:
         texts = [prompt, NULL_PROMPT]
         cache = copy.deepcopy(cache)
         cache.batch_repeat_interleave(len(texts))
-        before = torch.ones(len(texts), len(hidden), dtype=torch.long, device=self.device)
+        before = torch.ones(len(texts), len(hidden), dtype=torch.long)
         tail, null_tail = self._tails(cache, before, [start] * len(texts), texts)
         return self._embeds(hidden, tail, null_tail)
 
@@ -217,29 +225,29 @@ class PromptEncoder:
 
         Args:
             cache: of [B, P] tokens.
-            before: [B, P], 1 where a cached token precedes the prompt, 0 where attention is to ignore it.
+            before: [B, P], on the host: 1 where a cached token precedes the prompt, 0 where attention is to ignore it.
             starts: rotary position of each prompt's first token.
             texts: the prompts.
         """
         tokens = [self._tokenizer(text + self._family.after_prompt)["input_ids"] for text in texts]
-        ids = _padded([torch.tensor(one, device=self.device) for one in tokens])
-        mask = _padded([torch.ones(len(one), dtype=torch.long, device=self.device) for one in tokens])
-        positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
+        ids = _padded([torch.tensor(one) for one in tokens])
+        mask = _padded([torch.ones(len(one), dtype=torch.long) for one in tokens])
+        positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
         output = self._model.language_model(
-            inputs_embeds=self._model.get_input_embeddings()(ids),
-            position_ids=positions.expand(3, -1, -1),
-            attention_mask=torch.cat([before, mask], dim=1),
+            inputs_embeds=self._model.get_input_embeddings()(sent(ids, self.device)),
+            position_ids=sent(positions, self.device).expand(3, -1, -1),
+            attention_mask=sent(torch.cat([before, mask], dim=1), self.device),
             past_key_values=cache,
             use_cache=True,
         )
         return [states[: len(one)] for states, one in zip(output.last_hidden_state, tokens, strict=True)]
 
     def _inputs(self, images: VisionFeatures, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input embeddings [L, D] of a text with its images in place, and rotary positions [3, L]."""
-        ids = torch.tensor([self._tokenizer(text)["input_ids"]], device=self.device)
+        """Input embeddings [L, D] of a text with its images in place, and rotary positions [3, L] on the host."""
+        ids = torch.tensor([self._tokenizer(text)["input_ids"]])
         is_image = ids == self._model.config.image_token_id
-        embeds = self._model.get_input_embeddings()(ids)
-        embeds = embeds.masked_scatter(is_image[..., None], images.features.to(embeds.dtype))
+        embeds = self._model.get_input_embeddings()(sent(ids, self.device))
+        embeds = embeds.masked_scatter(sent(is_image, self.device)[..., None], images.features.to(embeds.dtype))
         positions, _ = self._model.get_rope_index(ids, mm_token_type_ids=is_image.int(), image_grid_thw=images.grids)
         return embeds[0], positions[:, 0]
 

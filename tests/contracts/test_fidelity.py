@@ -6,6 +6,7 @@ they do, and against stored files, which another CPU made, to ROUNDING of the va
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -19,10 +20,14 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from qie.encode import vision
 from qie.encode.images import apply_view, choose_view, to_pixels
-from qie.encode.text import PromptEncoder
+from qie.encode.text import Patches, PromptEncoder
+from qie.encode.vision import VisionTower
 from qie.families import FAMILIES, NULL_PROMPT
 from qie.inference import Predictor
 from qie.pretrained import PretrainedModel, open_pretrained
@@ -92,6 +97,11 @@ class Released:
             (embeds,), _ = self._pipeline._get_qwen_prompt_embeds(prompt, images, CPU, self._model.dtype)
         return embeds
 
+    @property
+    def tower(self) -> torch.nn.Module:
+        """The vision tower, as transformers made it."""
+        return self._model.eval().model.visual
+
     def _process(self, text: list[str], images: list[Image.Image], padding: bool, return_tensors: str) -> BatchFeature:
         seen = self._images(images=images, return_tensors=return_tensors)
         parts = text[0].split("<|image_pad|>")
@@ -131,6 +141,80 @@ def test_in_bfloat16_prompts_equal_the_released_pipelines_and_null_prompts_are_n
     assert torch.equal(embeds.prompt, pipeline.embed(images, case["prompt"]))
     exact, theirs = (one.embed(images, NULL_PROMPT).float() for one in (released[case["family"]], pipeline))
     assert distance(embeds.null.float(), exact) < 1.5 * distance(theirs, exact) < 0.1
+
+
+# Height and width of each image in patches of 14 pixels, and how many lengths its windows of 8 × 8 patches have.
+GRIDS = {
+    "full windows": ([(16, 24)], 1),
+    "narrow at the right": ([(16, 20)], 2),
+    "low at the bottom": ([(18, 8)], 2),
+    "four kinds of windows": ([(20, 26)], 4),
+    "74 by 74, of 1024²": ([(74, 74)], 3),
+    "less than a window": ([(4, 6)], 1),
+    "several images": ([(20, 26), (8, 34), (16, 16)], 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("shapes", "lengths"), GRIDS.values(), ids=GRIDS)
+def test_windows_of_one_length_are_attended_to_in_one_call_and_features_are_transformers_bit_for_bit(
+    shapes: list[tuple[int, int]],
+    lengths: int,
+    dtype: torch.dtype,
+    encoders,
+    half,
+    released,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In bfloat16 the CPU's kernel looks at the size of the batch: there, windows stay alone."""
+    encoder = (encoders if dtype == torch.float32 else half[0])["edit"]
+    tower = (released if dtype == torch.float32 else half[1])["edit"].tower
+    grids = torch.tensor([(1, *shape) for shape in shapes])
+    values = torch.randn(int(grids.prod(-1).sum()), 1176, generator=torch.Generator().manual_seed(0))
+    encoder.vision_features(Patches(values.to(dtype), grids))  # loads the model, and tries a layer of it
+    attend, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def counted(*args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(1)
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    found = encoder.vision_features(Patches(values.to(dtype), grids)).features
+    taken = len(calls)
+    with torch.inference_mode():
+        expected = tower(values.to(dtype), grid_thw=grids).pooler_output
+    windows = len(calls) - taken - len(shapes)
+    assert torch.equal(found, expected)
+    assert taken == (lengths if dtype == torch.float32 else windows) + len(shapes)
+
+
+def test_in_the_towers_true_width_windows_together_are_windows_alone_bit_for_bit() -> None:
+    config = Qwen2_5_VLVisionConfig(
+        depth=2, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=64, fullatt_block_indexes=[1]
+    )
+    torch.manual_seed(0)
+    own = Qwen2_5_VisionTransformerPretrainedModel(config).eval().requires_grad_(False)
+    grids, values = torch.tensor([(1, 20, 26)]), torch.randn(520, 1176)
+    with torch.inference_mode():
+        expected = own(values, grid_thw=grids).pooler_output
+        ours = VisionTower(own, CPU)
+        ours.check()
+        assert torch.equal(ours.features(values, grids), expected)
+
+
+def test_a_tower_whose_windows_differ_together_warns_and_takes_them_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, released
+) -> None:
+    """As when another version of transformers computes something else."""
+    own, grids, values = released["edit"].tower, torch.tensor([(1, 20, 26)]), torch.randn(520, 1176)
+    with torch.inference_mode():
+        expected = own(values, grid_thw=grids).pooler_output
+    monkeypatch.setattr(vision, "apply_rotary_pos_emb_vision", lambda query, key, cos, sin: (query * 2, key))
+    ours = VisionTower(copy.deepcopy(own), CPU)
+    with pytest.warns(UserWarning, match="encoded one by one, which is slower: together it is"):
+        ours.check()
+    with torch.inference_mode():
+        assert torch.equal(ours.features(values, grids), expected)
 
 
 @needs_golden_pillow

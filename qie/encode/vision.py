@@ -1,0 +1,152 @@
+"""Qwen2.5-VL's vision tower: transformers' own, with fewer calls and without waiting for the GPU.
+
+Most of its layers attend within windows of 112 pixels, of which an image of 1024² has 100. transformers calls attention
+for each: 2,800 calls an image. Here windows of equal length, of which there are at most four kinds in an image, are the
+batch of one call. It also derives positions and windows from the images' sizes on the GPU and reads them back in each
+layer; here they are computed on the host, and handed to it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLVisionAttention,
+    apply_rotary_pos_emb_vision,
+    eager_attention_forward,
+)
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+
+from qie.devices import sent
+
+_PROBE_WINDOWS = (8, 4, 8, 2, 4)
+_PROBE_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """The windows of one or several images, by length.
+
+    Attributes:
+        groups: of each length: the positions of its windows' tokens, [count · length], and count and length.
+        back: where each token's result stands among those of all groups, [tokens].
+    """
+
+    groups: tuple[tuple[torch.Tensor, int, int], ...]
+    back: torch.Tensor
+
+    @classmethod
+    def between(cls, bounds: list[int], device: torch.device) -> Windows:
+        """The windows that end where the next one begins, and lie on a device."""
+        starts: dict[int, list[int]] = defaultdict(list)
+        for start, end in pairwise(bounds):
+            starts[end - start].append(start)
+        groups = {length: torch.tensor(first)[:, None] + torch.arange(length) for length, first in starts.items()}
+        order = torch.cat([tokens.flatten() for tokens in groups.values()])
+        return cls(
+            tuple((sent(tokens.flatten(), device), *tokens.shape) for tokens in groups.values()),
+            sent(torch.argsort(order), device),
+        )
+
+
+class _WindowAttention(Qwen2_5_VLVisionAttention):  # type: ignore[misc]
+    """Attention of a layer with windows: one call for all windows of one length. Otherwise its parent's forward.
+
+    The windows are the batch, whose elements no kernel mixes.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        windows: Windows | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """[tokens, D] to the same; `windows` stands for `cu_seqlens`."""
+        if windows is None:
+            return super().forward(hidden_states, cu_seqlens, position_embeddings, **kwargs)  # type: ignore[no-any-return]
+        assert position_embeddings is not None
+        shape = len(hidden_states), 3, self.num_heads, -1
+        query, key, value = self.qkv(hidden_states).reshape(shape).unbind(1)
+        query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attended = []
+        for tokens, *size in windows.groups:
+            states = (part[tokens].unflatten(0, size).transpose(1, 2) for part in (query, key, value))
+            attended.append(attend(self, *states, attention_mask=None, scaling=self.scaling, is_causal=False)[0])
+        joined = torch.cat([part.reshape(-1, self.dim) for part in attended])
+        return self.proj(joined[windows.back])  # type: ignore[no-any-return]
+
+
+class VisionTower:
+    """A vision tower, whose layers this changes in place; those of another instance stay as they are.
+
+    Args:
+        tower: of a Qwen2.5-VL.
+        device: that it is on.
+    """
+
+    def __init__(self, tower: Any, device: torch.device) -> None:
+        self._tower, self._device = tower, device
+        self._windowed = [block for n, block in enumerate(tower.blocks) if n not in tower.fullatt_block_indexes]
+        # On a CPU, in bfloat16, the kernel chooses its layout by the size of the batch and the number of threads:
+        # with 24 threads, windows of 64 tokens differ in their last bits. No such choice exists in float32.
+        self._grouped = device.type != "cpu" or tower.dtype == torch.float32
+        for block in self._windowed:
+            block.attn.__class__ = _WindowAttention
+
+    def check(self) -> None:
+        """Compare with transformers' own attention; if another version computes something else, warn and leave it to
+        that."""
+        if not (self._grouped and self._windowed):
+            return
+        try:
+            worst = _difference(self._windowed[0].attn, self._device)
+            # On a GPU, a library may choose another kernel for a batch; a wrong result is far further away.
+            if worst <= (0.0 if self._device.type == "cpu" else _PROBE_TOLERANCE):
+                return
+            reason = f"it is {worst:.1e} of the deviation away"
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            reason = str(error)
+        self._grouped = False
+        warnings.warn(f"windows of images are encoded one by one, which is slower: together {reason}", stacklevel=2)
+
+    def features(self, values: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of images' tokens, [tokens, D], from their patches' values and their grids, which are on the
+        host."""
+        tower = self._tower
+        index, bounds = get_vision_window_index(grids, tower.spatial_merge_size, tower.window_size, tower.patch_size)
+        grouped = {"windows": Windows.between(bounds.tolist(), self._device)} if self._grouped else {}
+        output = tower(
+            values,
+            grid_thw=grids,
+            position_ids=sent(get_vision_position_ids(grids, tower.spatial_merge_size), self._device),
+            window_index=sent(index, self._device),
+            # On the host, where transformers reads them.
+            cu_seqlens=get_vision_cu_seqlens(grids),
+            cu_window_seqlens=bounds,
+            **grouped,
+        )
+        return output.pooler_output  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def _difference(attention: _WindowAttention, device: torch.device) -> float:
+    """Largest difference of grouped windows from transformers' own, in deviations of the latter."""
+    bounds = torch.tensor([0, *_PROBE_WINDOWS]).cumsum(0, dtype=torch.int32)
+    tokens, generator = int(bounds[-1]), torch.Generator().manual_seed(0)
+    hidden, cos, sin = (
+        torch.randn(tokens, width, generator=generator).to(device)
+        for width in (attention.dim, attention.head_dim, attention.head_dim)
+    )
+    inputs = hidden.to(attention.qkv.weight.dtype), bounds, (cos, sin)
+    expected = attention(*inputs).float()
+    found = attention(*inputs, windows=Windows.between(bounds.tolist(), device)).float()
+    return float((found - expected).abs().max() / expected.std())
