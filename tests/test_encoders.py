@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage
@@ -247,6 +248,18 @@ def test_storage_clips_and_counts_finite_overflow_and_keeps_bfloat16_exactly() -
     assert torch.equal(to_storage(exact, "x").values.float(), exact.float())
     overflow = to_storage(torch.tensor([1e30], dtype=torch.bfloat16), "x")
     assert overflow.values.item() == 65504.0 and overflow.clipped == 1
+
+
+def test_storage_rounds_every_bfloat16_and_many_float32_as_numpy_does() -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(0))
+    for values in (every, bits.to(torch.int32).view(torch.float32)):
+        finite = values[torch.isfinite(values)]
+        exact = finite.double().numpy()
+        found = to_storage(finite, "x")
+        expected = exact.astype(np.float32).clip(-65504, 65504).astype(np.float16)
+        assert np.array_equal(found.values.numpy().view(np.uint16), expected.view(np.uint16))
+        assert found.clipped == (abs(exact) > 65504).sum() > 1000
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -37,7 +37,7 @@ from qie.errors import QieError, RowError
 from qie.families import FAMILIES, NULL_PROMPT
 from qie.pretrained import PretrainedModel
 from qie.recipe import Recipe, normal_prompt
-from qie.shards.tensors import Stored, to_storage
+from qie.shards.tensors import Stored, store_together, to_storage
 from qie.stages import Stage, Stages, in_turn
 from qie.types import Facts, Row, Sample, Shape
 
@@ -360,8 +360,9 @@ class Encoder:
 
     def _sample(self, row: _Latents, embeds: PromptEmbeds) -> Sample:
         prefix, prepared = embeds.shared_prefix, row.prepared
-        prompt = to_storage(embeds.prompt, "the prompt's embedding")
-        empty_tail = to_storage(embeds.null[prefix:], "the null prompt's embedding")
+        prompt, empty_tail = store_together(
+            (embeds.prompt, "the prompt's embedding"), (embeds.null[prefix:], "the null prompt's embedding")
+        )
         return Sample(
             key=self.recipe.key(prepared.row),
             prompt=prepared.prompt,

@@ -143,7 +143,7 @@ class Stored:
 
 
 def to_storage(values: torch.Tensor, what: str) -> Stored:
-    """`values` in FP16 on the host.
+    """`values` in FP16 on the host; from a GPU, in page-locked memory.
 
     The only way to FP16 in qie, for cached and live training alike. It is exact for bfloat16's normal values within
     range.
@@ -151,9 +151,27 @@ def to_storage(values: torch.Tensor, what: str) -> Stored:
     Raises:
         RowError: a value is NaN or infinite; names `what`.
     """
-    if not bool(torch.isfinite(values).all()):
-        raise RowError(f"{what} contains NaN or infinity", hint="try cache.compute_dtype: float32")
+    return store_together((values, what))[0]
+
+
+def store_together(*tensors: tuple[torch.Tensor, str]) -> list[Stored]:
+    """`to_storage` of tensors on one device, with their names. If that is a GPU, the host waits for it once."""
+    halves, counts = zip(*(_halved(values) for values, _ in tensors), strict=True)
+    clipped = torch.stack(counts).tolist()  # waits: the GPU has copied the values by then
+    for count, (_, what) in zip(clipped, tensors, strict=True):
+        if count < 0:
+            raise RowError(f"{what} contains NaN or infinity", hint="try cache.compute_dtype: float32")
+    return [Stored(half, count) for half, count in zip(halves, clipped, strict=True)]
+
+
+def _halved(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`values` in FP16 on the host, as soon as its GPU has copied them, and on that GPU the number of values that were
+    clipped; -1 for NaN or infinity."""
+    finite = torch.isfinite(values).all()
     # In float32: bfloat16 cannot represent the limit and would round it up, to infinity in FP16.
     values = values.float()
-    clipped = int((values.abs() > FP16_MAX).sum())
-    return Stored(values.clamp(-FP16_MAX, FP16_MAX).to("cpu", torch.float16), clipped)
+    clipped = torch.where(finite, (values.abs() > FP16_MAX).sum(), -1)
+    half = values.clamp(-FP16_MAX, FP16_MAX).half()
+    if half.device.type == "cuda":  # rounded there, since torch copies before it rounds: twice the bytes
+        half = torch.empty(half.shape, dtype=half.dtype, pin_memory=True).copy_(half, non_blocking=True)
+    return half, clipped
