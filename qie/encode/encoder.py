@@ -14,6 +14,7 @@ from typing import Generic, ParamSpec, TypeVar
 import torch
 from PIL import Image
 
+from qie.devices import staged
 from qie.encode.images import (
     LATENT_SCALE,
     MAX_IMAGE_PX,
@@ -313,13 +314,16 @@ class Encoder:
         return PreparedRow(
             row,
             decoded.prompt,
-            to_pixels(target),
-            tuple(to_pixels(control.for_vae) for control in decoded.controls),
+            self._pixels(target),
+            tuple(self._pixels(control.for_vae) for control in decoded.controls),
             self.text.patches([control.for_text(self.recipe) for control in decoded.controls]),
             decoded.loss_mask,
             to_thumbnail(target, small) if small else None,
             decoded.notes,
         )
+
+    def _pixels(self, image: Image.Image) -> torch.Tensor:
+        return staged(to_pixels(image), self._vae_device, getattr(torch, self.recipe.vae_dtype))
 
     def _encode_images(self, rows: Sequence[PreparedRow]) -> list[_Latents | RowError]:
         if len(rows) == 1:

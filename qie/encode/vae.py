@@ -65,13 +65,13 @@ class VaeEncoder:
             groups[image.shape].append(position)
         latents: dict[int, torch.Tensor] = {}
         for positions in groups.values():
-            pixels = torch.cat([images[position] for position in positions])
+            pixels = torch.cat([images[one].to(self.device, self.dtype, non_blocking=True) for one in positions])
             latents.update(zip(positions, self._encode_pixels(pixels), strict=True))
         return [latents[position] for position in range(len(images))]
 
     def _encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
         """[B, 3, H, W] to [B, C, 1, H/8, W/8]."""
-        pixels = pixels.to(self.device, self.dtype).contiguous(memory_format=torch.channels_last)
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
         mode = self._moments(pixels.unsqueeze(2)).chunk(2, dim=1)[0]
         return (mode - self._mean) / self._std
 
