@@ -93,6 +93,7 @@ def test_a_row_is_encoded_on_the_gpu_and_the_host_waits_once_for_each_image_and_
     stored = [sample.pixel_latent, *sample.control_latent, sample.prompt_embed, sample.empty_tail]
     assert gpu.to_host == [(tensor.nbytes, torch.float16) for tensor in stored]
     assert all(tensor.device.type == "cpu" for tensor in stored)
+    assert not gpu.calls["conv3d"]
 
 
 def test_prompts_that_share_their_prefix_are_encoded_without_a_wait(tiny_edit: Path, gpu: FakeGpu) -> None:

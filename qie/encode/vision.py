@@ -4,6 +4,9 @@ Most of its layers attend within windows of 112 pixels, of which an image of 102
 for each: 2,800 calls an image. Here windows of equal length, of which there are at most four kinds in an image, are the
 batch of one call. It also derives positions and windows from the images' sizes on the GPU and reads them back in each
 layer; here they are computed on the host, and handed to it.
+
+On a GPU, a matrix product embeds the patches. transformers does so by a Conv3d whose kernel is a patch, for which some
+releases of cuDNN take seconds (huggingface/transformers#45750).
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionPatchEmbed,
     Qwen2_5_VLVisionAttention,
     apply_rotary_pos_emb_vision,
     eager_attention_forward,
@@ -85,6 +90,25 @@ class _WindowAttention(Qwen2_5_VLVisionAttention):  # type: ignore[misc]
         return self.proj(joined[windows.back])  # type: ignore[no-any-return]
 
 
+class _LinearPatchEmbed(Qwen2_5_VisionPatchEmbed):  # type: ignore[misc]
+    """Its parent, whose kernel is as large as a patch, as a matrix product."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[patches, values] to [patches, D]."""
+        weight = self.proj.weight
+        return nn.functional.linear(hidden_states.to(weight.dtype), weight.flatten(1))
+
+
+def embed_patches_linearly(tower: Any) -> None:
+    """Have a tower embed patches by a matrix product, if it does so by a convolution whose kernel is a patch.
+
+    In another order of sums than Conv3d's: last bits differ.
+    """
+    embed = tower.patch_embed
+    if type(embed) is Qwen2_5_VisionPatchEmbed and embed.proj.stride == embed.proj.kernel_size:
+        embed.__class__ = _LinearPatchEmbed
+
+
 class VisionTower:
     """A vision tower, whose layers this changes in place; those of another instance stay as they are.
 
@@ -101,6 +125,8 @@ class VisionTower:
         self._grouped = device.type != "cpu" or tower.dtype == torch.float32
         for block in self._windowed:
             block.attn.__class__ = _WindowAttention
+        if device.type != "cpu":
+            embed_patches_linearly(tower)
 
     def check(self) -> None:
         """Compare with transformers' own attention; if another version computes something else, warn and leave it to

@@ -27,7 +27,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from qie.encode import vision
 from qie.encode.images import apply_view, choose_view, to_pixels
 from qie.encode.text import Patches, PromptEncoder
-from qie.encode.vision import VisionTower
+from qie.encode.vision import VisionTower, embed_patches_linearly
 from qie.families import FAMILIES, NULL_PROMPT
 from qie.inference import Predictor
 from qie.pretrained import PretrainedModel, open_pretrained
@@ -200,6 +200,26 @@ def test_in_the_towers_true_width_windows_together_are_windows_alone_bit_for_bit
         ours = VisionTower(own, CPU)
         ours.check()
         assert torch.equal(ours.features(values, grids), expected)
+
+
+@needs_golden_pillow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_patches_embedded_as_on_a_gpu_by_a_matrix_product_give_the_stored_embeddings(
+    case: dict, expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = PromptEncoder(PretrainedModel(GOLDEN, FAMILIES[case["family"]]), CPU, torch.float32)
+    embed_patches_linearly(encoder._model.visual)
+    monkeypatch.delattr(torch.nn.Conv3d, "forward")
+    (embeds,) = encoder.encode([encoder.vision_features(encoder.patches(golden_images(case)))], [case["prompt"]])
+    assert distance(embeds.prompt, expected[case["name"]]) < ROUNDING
+
+
+def test_in_double_precision_the_matrix_product_is_the_convolution_of_patches(released) -> None:
+    tower, values = copy.deepcopy(released["edit"].tower).double(), torch.randn(700, 1176).double()
+    with torch.inference_mode():
+        convolved = tower.patch_embed(values)
+        embed_patches_linearly(tower)
+        assert distance(tower.patch_embed(values), convolved) < 1e-13
 
 
 def test_a_tower_whose_windows_differ_together_warns_and_takes_them_one_by_one(
