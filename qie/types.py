@@ -157,6 +157,7 @@ class Batch:
         prompt_embed: [B, L, D].
         prompt_embeds_mask: [B, L] bool; None when nothing is padded, which attention computes faster.
         empty_tail: of the null prompt, what does not stand in `prompt_embed`, [B, longest L0 - S, D].
+        prompt_lengths: L of each sample.
         shared_prefixes, empty_lengths: S and L0 of each sample.
         empty_prompt_embeds_mask: [B, L0] bool or None.
         loss_mask: [B, H, W] uint8; None when no sample has one. Samples without a mask are all foreground.
@@ -170,6 +171,7 @@ class Batch:
     prompt_embed: torch.Tensor
     prompt_embeds_mask: torch.Tensor | None
     empty_tail: torch.Tensor
+    prompt_lengths: tuple[int, ...]
     shared_prefixes: tuple[int, ...]
     empty_lengths: tuple[int, ...]
     empty_prompt_embeds_mask: torch.Tensor | None

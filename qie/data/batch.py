@@ -43,6 +43,7 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
         prompt_embed=prompt_embed,
         prompt_embeds_mask=_mask(list(map(len, prompts))),
         empty_tail=_padded(tails, pinned),
+        prompt_lengths=tuple(map(len, prompts)),
         shared_prefixes=tuple(sample.shared_prefix for sample in samples),
         empty_lengths=tuple(empty_lengths),
         empty_prompt_embeds_mask=_mask(empty_lengths),

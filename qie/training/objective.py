@@ -46,7 +46,7 @@ class Losses:
 
     Attributes:
         loss: [B] float32 on the model's device, before the batch's weights.
-        sigmas: the noise levels of these losses, after the shift, [B] float32 on the CPU.
+        sigmas: the noise levels of these losses, after the shift, [B] float32 on the model's device.
     """
 
     loss: torch.Tensor
@@ -81,7 +81,7 @@ class Objective:
         """
         section, at = self.section, (self.seed, step, batch.keys)
         return NoiseDraws(
-            noise=draw_noise(*at, batch.pixel_latent.shape[1:]),
+            noise=draw_noise(*at, batch.pixel_latent.shape[1:], pinned=self.device.type == "cuda"),
             sigmas=draw_sigmas(
                 *at,
                 section.timestep_sampling,
@@ -107,8 +107,7 @@ class Objective:
         latent, noise = batch.pixel_latent, draws.noise.to(self.device, non_blocking=True)
         prompt = drop_captions(batch, draws.dropped_prompts)
         batch = replace(batch, control_latent=drop_controls(batch.control_latent, draws.dropped_controls))
-        levels = shift_sigmas(draws.sigmas, self._shift(latent))
-        sigmas = levels.to(self.device, non_blocking=True)
+        sigmas = shift_sigmas(draws.sigmas, self._shift(latent)).to(self.device, non_blocking=True)
         noisy = add_noise(latent, noise, sigmas).to(self.dtype)
         predicted = velocity(model, noisy, sigmas.to(self.dtype), batch, *prompt)
         loss = flow_loss(
@@ -120,7 +119,7 @@ class Objective:
             huber_delta=self.section.huber_delta if self.section.kind == "huber" else None,
             pixel_weight=self._pixel_weight(batch),
         )
-        return Losses(loss, levels)
+        return Losses(loss, sigmas)
 
     def loss(self, model: torch.nn.Module, batch: Batch, step: int) -> torch.Tensor:
         """Mean loss of a batch in a training step, weighted by the batch's weights."""
@@ -177,9 +176,11 @@ def generator(seed: int, step: int, key: str, what: str) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(seed, step, key, what))
 
 
-def draw_noise(seed: int, step: int, keys: Sequence[str], shape: Sequence[int]) -> torch.Tensor:
-    """Standard normal noise, [B, *shape]."""
-    noise = torch.empty(len(keys), *shape, dtype=torch.float32)
+def draw_noise(
+    seed: int, step: int, keys: Sequence[str], shape: Sequence[int], *, pinned: bool = False
+) -> torch.Tensor:
+    """Standard normal noise, [B, *shape]; `pinned` in page-locked memory, so that its copy does not stop the host."""
+    noise = torch.empty(len(keys), *shape, dtype=torch.float32, pin_memory=pinned)
     for slot, key in zip(noise, keys, strict=True):
         slot.normal_(generator=generator(seed, step, key, "noise"))
     return noise
@@ -292,7 +293,7 @@ def drop_controls(control_latent: tuple[torch.Tensor, ...], dropped: torch.Tenso
     """Control latents with zeros in place of all controls of the dropped samples, [B] bool."""
     if not bool(dropped.any()):
         return control_latent
-    dropped = dropped.to(control_latent[0].device).view(-1, 1, 1, 1, 1)
+    dropped = dropped.to(control_latent[0].device, non_blocking=True).view(-1, 1, 1, 1, 1)
     return tuple(latent.masked_fill(dropped, 0) for latent in control_latent)
 
 
@@ -305,10 +306,12 @@ def drop_captions(batch: Batch, dropped: torch.Tensor) -> tuple[torch.Tensor, to
     length = max(batch.prompt_embed.shape[1], batch.empty_prompt_embed.shape[1])
     prompt, prompt_mask = _padded(batch.prompt_embed, batch.prompt_embeds_mask, length)
     empty, empty_mask = _padded(batch.empty_prompt_embed, batch.empty_prompt_embeds_mask, length)
-    dropped = dropped.to(prompt.device)
+    lengths = zip(dropped.tolist(), batch.prompt_lengths, batch.empty_lengths, strict=True)
+    padded = any((of_empty if drop else own) < length for drop, own, of_empty in lengths)
+    dropped = dropped.to(prompt.device, non_blocking=True)
     embeds = torch.where(dropped[:, None, None], empty, prompt)
     mask = torch.where(dropped[:, None], empty_mask, prompt_mask)
-    return embeds, None if bool(mask.all()) else mask
+    return embeds, mask if padded else None
 
 
 def _padded(embeds: torch.Tensor, mask: torch.Tensor | None, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -161,7 +161,7 @@ class Run:
         batch = prepared.batch
         found = self.objective.losses(self.trainable.model, batch, prepared.draws)
         self.accelerator.backward((found.loss * batch.weight).mean() / parts)
-        return torch.stack([found.loss.detach(), found.sigmas.to(found.loss.device), batch.weight], 1)
+        return torch.stack([found.loss.detach(), found.sigmas, batch.weight], 1)
 
     def _clip(self) -> float:
         """Scale gradients longer than `max_grad_norm` down to it; gives their length before."""

@@ -333,6 +333,7 @@ def batch(prompt_lengths: list[int], empty_lengths: list[int]) -> Batch:
         prompt_embed=prompt,
         prompt_embeds_mask=prompt_mask,
         empty_tail=empty,
+        prompt_lengths=tuple(prompt_lengths),
         shared_prefixes=(0,) * count,
         empty_lengths=tuple(empty_lengths),
         empty_prompt_embeds_mask=empty_mask,

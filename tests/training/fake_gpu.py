@@ -1,0 +1,364 @@
+"""A GPU that is not there: training steps on fake CUDA tensors, which have a shape, a dtype, a device, and no values.
+
+torch refuses an operation on tensors of two devices, real or fake. What else decides whether a step runs well on a GPU
+is recorded here: dtypes of the residual stream, where the host waits for the device, FLOP, and bytes in use.
+
+`measure` runs in a process of its own. There a library that is loaded before torch says that a device exists: a build
+of torch for CPUs refuses to differentiate CUDA tensors. Autograd then starts a thread for the device, as for a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from diffusers import QwenImageTransformer2DModel
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from qie.config import Config
+from qie.pretrained import open_pretrained
+from qie.training.flops import step_flops
+from qie.training.memory import Setup, estimate, plan_memory
+from qie.training.model.blocks import checkpointed_blocks
+from qie.training.processes import open_accelerator
+from qie.training.run import PreparedBatch, Run
+from qie.types import Batch
+
+ROOT = Path(__file__).parents[2]
+GPU = torch.device("cuda:0")
+BELIEF = """
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace at {
+struct CUDAHooks : CUDAHooksInterface {
+  explicit CUDAHooks(CUDAHooksArgs) {}
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+};
+REGISTER_CUDA_HOOKS(CUDAHooks)
+namespace accelerator { std::optional<DeviceType> getAccelerator(bool) { return kCUDA; } }
+}
+
+namespace c10::impl {
+struct Guard : NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
+  Device exchangeDevice(Device) const override { return getDevice(); }
+  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, Device(DeviceType::CUDA, 0)); }
+  Stream exchangeStream(Stream stream) const noexcept override { return getStream(stream.device()); }
+  void record(void**, const Stream&, DeviceIndex, EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+}
+"""
+"""What autograd asks a build of torch for CUDA about its device."""
+
+
+def build_belief(folder: Path) -> Path:
+    """BELIEF as a library to be loaded before torch."""
+    torch_folder, source, library = Path(torch.__file__).parent, folder / "belief.cpp", folder / "belief.so"
+    source.write_text(BELIEF)
+    libraries = [f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib", "-lc10", "-ltorch_cpu"]
+    words = ["g++", "-std=c++20", "-fPIC", "-shared", f"-I{torch_folder}/include", source, "-o", library, *libraries]
+    subprocess.run(words, check=True)
+    return library
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of the released model, but for the number of its blocks. `settings` are keys of the configuration."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    blocks: int = 2
+    controls: tuple[int, ...] = (1024,)
+    size: int = 1024
+    text_tokens: tuple[int, ...] = (1408,)
+    zero_cond_t: bool = False
+    steps: int = 2
+
+
+@dataclass
+class Measured:
+    """What was seen in the last of the steps.
+
+    Attributes:
+        stream: the dtypes of what enters and leaves blocks, and those of the prediction and of the loss.
+        syncs: operations for which the host waits, in order, with the functions that asked for them.
+        forward_flop, backward_flop: as torch counts; attention_flop: those of attention, forward and not again.
+        kept, peak: bytes on the device after the forward pass, and at most.
+        before: bytes on the device before the step: weights, optimizer, batch.
+        estimated: qie's own numbers, by name.
+    """
+
+    stream: dict[str, list[str]] = field(default_factory=dict)
+    syncs: list[str] = field(default_factory=list)
+    forward_flop: int = 0
+    backward_flop: int = 0
+    attention_flop: int = 0
+    before: int = 0
+    kept: int = 0
+    peak: int = 0
+    estimated: dict[str, float] = field(default_factory=dict)
+
+
+def measured(cases: Sequence[Case], model: Path, library: Path) -> list[Measured]:
+    """Run `measure` on each case, in another process. `model` is a folder whose transformer's config is overwritten."""
+    words = [sys.executable, "-m", __name__, str(model), json.dumps([asdict(case) for case in cases])]
+    environment = os.environ | {"LD_PRELOAD": str(library)}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [Measured(**found) for found in json.loads(done.stdout.splitlines()[-1])]
+
+
+class Device(TorchDispatchMode):
+    """Counts the bytes of storages on the device, and notes operations for which the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.flop = self.attention_flop = 0
+        self.syncs: list[str] = []
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if tensors and not any(isinstance(value, FakeTensor) for value in tensors) and name != "_to_copy":
+            with unset_fake_temporarily():  # of random draws, which are real
+                return func(*args, **(kwargs or {}))
+        if name == "_local_scalar_dense":
+            if args[0].device == GPU:
+                self.sync(name)
+            return 0.5 if args[0].dtype.is_floating_point else 1
+        if name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1]):
+            if args[0].device == GPU:
+                self.sync(name)
+            return args[0].clone()  # all of them count
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            # FlopCounterMode itself would keep what it has seen alive.
+            flop = flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=found)
+            self.flop += flop
+            self.attention_flop += flop if "attention" in name else 0
+        if name in ("_to_copy", "copy_"):
+            value, source, kwargs = found, args[-1] if name == "_to_copy" else args[1], kwargs or {}
+            waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+            if waits and value.device != source.device:
+                self.sync(f"{name} to {value.device.type}")
+        elif name == "nonzero":
+            self.sync(name)
+        for value in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(value, torch.Tensor) and value.device == GPU:
+                self._count(value.untyped_storage())
+        return found
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, -(-storage.nbytes() // 512) * 512
+        if key not in self._known:
+            self._known.add(key)
+            weakref.finalize(storage, self._free, key, size)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def tensor(self, data: object, device: torch.device | None = None, **options: Any) -> torch.Tensor:
+        """In the place of `torch.tensor`, whose copy a mode does not see."""
+        if device is not None and torch.device(device) == GPU:
+            self.sync("tensor")
+        return torch.empty(np.shape(data), device=device, **options)
+
+    def sync(self, what: str) -> None:
+        frame, where = sys._getframe(), []
+        while frame and len(where) < 2:
+            package, _, _ = str(frame.f_globals.get("__name__")).partition(".")
+            if package in ("qie", "diffusers", "accelerate", "peft"):
+                where.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
+            frame = frame.f_back
+        self.syncs.append(f"{what}: {' of '.join(where)}")
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask=None, **_: object):
+    """torch's choice on a GPU: FlashAttention, or another fused kernel with a mask. A build for CPUs knows none."""
+    if attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+    bias = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)[0]
+
+
+@contextmanager
+def fake_gpu() -> Iterator[Device]:
+    """A context in which tensors are fake, on the GPU and elsewhere, and torch believes in the GPU."""
+    original = torch.utils.swap_tensors
+
+    def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+        """Of a module that moves: for a real parameter, torch changes the content instead."""
+        if not isinstance(one, FakeTensor):
+            return original(one, other)
+        one.data, one.fake_device = other.data, other.fake_device
+        return None
+
+    with (
+        mock.patch("torch.utils.swap_tensors", swap),
+        mock.patch("torch.nn.functional.scaled_dot_product_attention", attention),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
+        mock.patch("torch.cuda.is_bf16_supported", lambda *_: True),
+        mock.patch("torch.cuda.get_device_name", lambda *_: "NVIDIA H100 80GB HBM3"),
+        mock.patch("torch.optim.optimizer._foreach_supported_types", [torch.nn.Parameter, torch.Tensor, FakeTensor]),
+        mock.patch("torch.cuda.Stream", Stream),
+        mock.patch("torch.cuda.current_stream", Stream),
+        mock.patch("torch.cuda.stream", nullcontext),
+        mock.patch("torch.Tensor.pin_memory", torch.Tensor.clone),
+        mock.patch("torch.cuda.max_memory_allocated", lambda *_: 0),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        Device() as device,
+        mock.patch("torch.tensor", device.tensor),
+    ):
+        yield device
+
+
+def measure(case: Case, folder: Path) -> Measured:
+    """Take the steps of a case, through qie's own code but for the reading of files."""
+    described = json.loads((folder / "transformer/config.json").read_text())
+    described |= {"num_layers": case.blocks, "num_attention_heads": 24, "attention_head_dim": 128}
+    described |= {"joint_attention_dim": 3584, "in_channels": 64, "out_channels": 16, "axes_dims_rope": [16, 56, 56]}
+    described |= {"zero_cond_t": case.zero_cond_t}
+    (folder / "transformer/config.json").write_text(json.dumps(described))
+    sections: dict[str, Any] = {"model": {"pretrained_model_name_or_path": str(folder), "lora": {"r": 16}}}
+    sections["data"] = {"batch_size": len(case.text_tokens)}
+    for key, value in case.settings.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    config = Config.model_validate(sections)
+    pretrained = open_pretrained(str(folder), components=("transformer", "scheduler"))
+    AcceleratorState._reset_state(True)
+    accelerator = open_accelerator(config)
+    accelerator.state.device = PartialState().device = GPU
+
+    def read(folder: Path, torch_dtype: torch.dtype, **_: object) -> QwenImageTransformer2DModel:
+        return QwenImageTransformer2DModel.from_config(described).to(torch_dtype)
+
+    stream = SimpleNamespace(samples=SimpleNamespace(columns=columns(case)), epoch=0, state_dict=dict, forever=iter)
+    setup = plan_memory(config, pretrained, stream, accelerator)
+    with fake_gpu() as device, mock.patch.object(QwenImageTransformer2DModel, "from_pretrained", read):
+        run = Run(config, pretrained, stream, accelerator)
+        run.batches = prepared(case, run)
+        for _ in range(case.steps):
+            found = step(run, device)
+        return estimated(found, setup, case)
+
+
+def columns(case: Case) -> SimpleNamespace:
+    shape = SimpleNamespace(target=(case.size // 8,) * 2, controls=[(size // 8,) * 2 for size in case.controls])
+    return SimpleNamespace(null_prompts=True, shape_names=[shape], lengths=np.array(case.text_tokens))
+
+
+def prepared(case: Case, run: Run) -> Iterator[PreparedBatch]:
+    """As `_prepare` in training/run.py, of samples that are never read."""
+    longest, count = max(case.text_tokens), len(case.text_tokens)
+    for number in itertools.count():
+        latents = [torch.empty(count, 16, 1, size // 8, size // 8).half() for size in (case.size, *case.controls)]
+        mask = None if min(case.text_tokens) == longest else torch.ones(count, longest, dtype=torch.bool)
+        batch = Batch(
+            keys=tuple(f"{row:064}" for row in range(count)),
+            indices=tuple(range(count)),
+            weight=torch.ones(count),
+            pixel_latent=latents[0],
+            control_latent=tuple(latents[1:]),
+            prompt_embed=torch.empty(count, longest, 3584).half(),
+            prompt_embeds_mask=mask,
+            empty_tail=torch.empty(count, 7, 3584).half(),
+            prompt_lengths=case.text_tokens,
+            shared_prefixes=(longest - 40,) * count,
+            empty_lengths=(longest - 33,) * count,
+            empty_prompt_embeds_mask=None,
+        )
+        with unset_fake_temporarily(), mock.patch("torch.empty", unpinned):
+            draws = replace(run.objective.draw(batch, number), dropped_prompts=torch.arange(count) % 2 == 1)
+        yield PreparedBatch(run.objective.moved(batch), draws, 0, {})
+
+
+class Stream:
+    """Of the device, where nothing takes time."""
+
+    def __init__(self, *_: object) -> None:
+        self.wait_stream = self.wait_event = self.record_event = self.synchronize = lambda *_: None
+
+
+def unpinned(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    """In the place of `torch.empty`, which refuses to lock pages without a GPU."""
+    return torch.zeros(*size, **options)
+
+
+def step(run: Run, device: Device) -> Measured:
+    """Take a training step, and see what it does."""
+    found = Measured(before=device.live)
+    transformer, stream = run.trainable.transformer, found.stream
+
+    def note(name: str, values: Any) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                stream.setdefault(name, [])
+                if str(value.dtype) not in stream[name]:
+                    stream[name].append(str(value.dtype))
+
+    hooks = [
+        block.register_forward_hook(lambda _, __, out: note("block", out)) for block in transformer.transformer_blocks
+    ]
+    hooks.append(transformer.register_forward_hook(lambda _, __, out: note("prediction", out)))
+    backward = run.accelerator.backward
+
+    def counted(loss: torch.Tensor) -> None:
+        found.kept, found.forward_flop, found.attention_flop = device.live, device.flop, device.attention_flop
+        note("loss", [loss])
+        backward(loss)
+        found.backward_flop = device.flop - found.forward_flop
+
+    device.peak, device.flop, device.attention_flop = device.live, 0, 0
+    device.syncs.clear()
+    with mock.patch.object(run.accelerator, "backward", counted):
+        run.training_step()
+    found.peak, found.syncs = device.peak, list(device.syncs)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def estimated(found: Measured, setup: Setup, case: Case) -> Measured:
+    """With qie's own numbers beside those that were counted."""
+    flops = step_flops(
+        setup.architecture,
+        setup.image_tokens,
+        setup.text_tokens,
+        all_trained=setup.all_trained,
+        checkpointed_blocks=len(checkpointed_blocks(case.blocks, setup.gradient_checkpointing, setup.offload_blocks)),
+    )
+    count = len(case.text_tokens)
+    values = {name: float(value) for name, value in asdict(estimate(setup)).items()}
+    values |= {"forward_flop": flops.forward * count, "backward_flop": (flops.backward + flops.recomputed) * count}
+    return replace(found, estimated=values)
+
+
+if __name__ == "__main__":
+    taken = [asdict(measure(Case(**case), Path(sys.argv[1]))) for case in json.loads(sys.argv[2])]
+    sys.stdout.write(json.dumps(taken) + "\n")

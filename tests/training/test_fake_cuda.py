@@ -1,0 +1,73 @@
+"""A training step of the released model does on a GPU what the documentation says: on a GPU that is not there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.training.fake_gpu import Case, Measured, build_belief, measured
+
+PLUS = {"controls": (1024, 1024, 1024), "zero_cond_t": True}
+FOUR = {"text_tokens": (1400, 1408, 1390, 1408)}
+WHOLE = {"train.gradient_checkpointing": False}
+ALL = {"model.lora": None}
+CASES = {
+    "edit": Case(),
+    "edit, nothing recomputed": Case(WHOLE),
+    "edit, offloaded": Case({"train.offload_blocks": 2}),
+    "edit, four samples": Case(**FOUR),
+    "edit, four samples, nothing recomputed": Case(WHOLE, **FOUR),
+    "edit_plus": Case(**PLUS),
+    "edit_plus, four samples": Case(**PLUS, **FOUR),
+    "all weights": Case(ALL),
+    "all weights, nothing recomputed": Case(ALL | WHOLE),
+    "all weights in bfloat16": Case(ALL | {"train.trained_dtype": "bfloat16"}),
+}
+LOSS = ["_to_copy to cpu: sharding.whole of run._clip", "_to_copy to cpu: run.training_step"]
+# diffusers' own, at the beginning of a forward pass: the device has little to do then but the optimizer's step.
+MASK = "_to_copy to cuda: transformer_qwenimage.compute_text_seq_len_from_mask of transformer_qwenimage.forward"
+PLACES = "tensor: transformer_qwenimage.forward of peft_utils.wrapper"
+
+
+@pytest.fixture(scope="module")
+def steps(tiny_edit: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Measured, Measured]]:
+    """Of each case the step with two blocks, and the step with three."""
+    if shutil.which("g++") is None:
+        pytest.skip("a build of torch for CPUs needs a C++ compiler to believe in a GPU")
+    folder = tmp_path_factory.mktemp("gpu")
+    shutil.copytree(tiny_edit, folder / "model")
+    cases = [replace(case, blocks=blocks) for case in CASES.values() for blocks in (2, 3)]
+    found = measured(cases, folder / "model", build_belief(folder))
+    return dict(zip(CASES, zip(found[::2], found[1::2], strict=True), strict=True))
+
+
+def at_sixty(pair: tuple[Measured, Measured], number: Callable[[Measured], float]) -> float:
+    """A number of the released model: each of its blocks adds as much as the third one."""
+    two, three = map(number, pair)
+    return two + 58 * (three - two)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_waits_for_the_device_only_to_read_the_loss_and_the_norm_of_its_gradient(steps, name: str) -> None:
+    expected = ([PLACES] if "plus" in name else []) + ([MASK] if "four" in name else []) + LOSS
+    assert [found.syncs for found in steps[name]] == [expected, expected]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_hand_on_bfloat16_and_the_loss_is_float32(steps, name: str) -> None:
+    for found in steps[name]:
+        assert found.stream["block"] == ["torch.bfloat16"] and found.stream["loss"] == ["torch.float32"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_computes_what_qie_counts(steps, name: str) -> None:
+    """But for the scores, which fused attention computes again in its backward pass: one more of its two products."""
+    for part in ("forward", "backward"):
+        counted = at_sixty(steps[name], lambda found, part=part: getattr(found, f"{part}_flop"))
+        scores = at_sixty(steps[name], lambda found: found.attention_flop) / 2 if part == "backward" else 0
+        told = at_sixty(steps[name], lambda found, part=part: found.estimated[f"{part}_flop"])
+        assert told == pytest.approx(counted - scores, rel=0.01)
