@@ -8,6 +8,9 @@ image has, but with fewer layers unless `--layers 28` is given.
 vae:    one image through the encoder without its time axis. Peer: diffusers' `vae.encode`.
 prompt: prompt and null prompt, as a full pass and its continuation. Peer: two full passes of transformers, images
         included.
+windows: attention of a vision layer, with windows of one length in one call. Peer: transformers' own, a call for each
+        window.
+patches: the embedding of an image's patches by a matrix product, as on a GPU. Peer: transformers' own, by Conv3d.
 
 Each line ends with the largest difference between the two results.
 """
@@ -15,6 +18,7 @@ Each line ends with the largest difference between the two results.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,8 +29,11 @@ import transformers
 from diffusers import AutoencoderKLQwenImage
 from measuring import Results, Row, beside, in_turn
 from measuring import parser as common
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.vision_utils import get_vision_window_index
 
 from qie.encode.vae import still_encoder
+from qie.encode.vision import VisionTower, embed_patches_linearly
 
 VISION_LAYERS = 32
 TEXT_LAYERS = 28
@@ -52,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results.add(compare_vae(device, dtype, options.size, options.runs))
         gc.collect()
         results.add(compare_prompts(device, dtype, options.layers, options.runs))
+        gc.collect()
+        results.add(*compare_vision(device, dtype, options.runs))
     results.save()
 
 
@@ -80,6 +89,42 @@ def compare_prompts(device: torch.device, dtype: torch.dtype, layers: int, runs:
     name = f"prompt and null prompt, {layers} of {TEXT_LAYERS} text and {VISION_LAYERS} vision layers, 1024²"
     peer = "two full passes of transformers"
     return measure("prompt", name, peer, passes.two, passes.sharing_prefix, runs)
+
+
+def compare_vision(device: torch.device, dtype: torch.dtype, runs: int, patches: int = 74) -> list[Row]:
+    """`patches` of 14 pixels to a side of the image: 5,476, in 100 windows, for 1024²."""
+    torch.manual_seed(0)
+    tower = config(1).vision_config
+    tower.fullatt_block_indexes = []
+    own = Qwen2_5_VisionTransformerPretrainedModel(tower).to(dtype).eval().to(device)
+    ours = copy.deepcopy(own)
+    groups = VisionTower(ours, device).windows
+    embed_patches_linearly(ours)
+    _, bounds = get_vision_window_index(torch.tensor([[1, patches, patches]]), 2, own.window_size, own.patch_size)
+    hidden, values = (
+        torch.randn(patches**2, width, device=device, dtype=dtype) for width in (tower.hidden_size, 3 * 2 * 14 * 14)
+    )
+    angles = torch.randn(patches**2, tower.hidden_size // tower.num_heads, device=device)
+    rope, windows = (angles.cos(), angles.sin()), groups(bounds.tolist())
+    attention, grouped, on_device = own.blocks[0].attn, ours.blocks[0].attn, bounds.to(device)
+    return [
+        measure(
+            "windows",
+            f"a vision layer's attention, {len(bounds) - 1} windows in {len(windows.groups)} calls, {14 * patches}²",
+            "transformers', a call for each window",
+            lambda: attention(hidden, on_device, rope),
+            lambda: grouped(hidden, bounds, rope, windows=windows),
+            runs,
+        ),
+        measure(
+            "patches",
+            f"patch embedding by a matrix product, {14 * patches}²",
+            "transformers', by Conv3d",
+            lambda: own.patch_embed(values),
+            lambda: ours.patch_embed(values),
+            runs,
+        ),
+    ]
 
 
 def config(layers: int) -> transformers.Qwen2_5_VLConfig:

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -102,6 +103,15 @@ def test_loop(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     script("loop.py").main(["--steps", "1", "--runs", "1", "--tokens", "40", "--json", str(file)])
     assert {row.key for row in rows_in(file)} == {"outside", "waiting", "bare"}
+
+
+def test_encoders_compare_windows_and_patches_in_their_true_width_with_transformers() -> None:
+    torch = importlib.import_module("torch")
+    with torch.inference_mode():
+        rows = script("encoders.py").compare_vision(torch.device("cpu"), torch.float32, 1, patches=10)
+    assert_well_formed([replace(row, command="python benchmarks/encoders.py") for row in rows])
+    assert [row.key for row in rows] == ["windows", "patches"]
+    assert "4 windows in 3 calls" in rows[0].what and "differs by 0.0e+00" in rows[0].detail
 
 
 def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """Qwen2.5-VL's vision tower: transformers' own, with fewer calls and without waiting for the GPU.
 
 Most of its layers attend within windows of 112 pixels, of which an image of 1024² has 100. transformers calls attention
-for each: 2,800 calls an image. Here windows of equal length, of which there are at most four kinds in an image, are the
-batch of one call. It also derives positions and windows from the images' sizes on the GPU and reads them back in each
-layer; here they are computed on the host, and handed to it.
+for each: 2,800 calls an image. Here windows of equal length are the batch of one call: on a GPU all of them, of at most
+four lengths in an image; on a CPU, where a call is cheap and gathering tokens is not, those next to each other.
+
+transformers also derives positions and windows from the images' sizes on the GPU, and reads them back in each layer.
+Here the host computes them and hands them to it.
 
 On a GPU, a matrix product embeds the patches. transformers does so by a Conv3d whose kernel is a patch, for which some
 releases of cuDNN take seconds (huggingface/transformers#45750).
@@ -13,8 +15,9 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -30,28 +33,31 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from qie.devices import sent
 
-_PROBE_WINDOWS = (8, 4, 8, 2, 4)
+_PROBE_WINDOWS = (8, 8, 4, 8, 2, 4)
 _PROBE_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """The windows of one or several images, by length.
+    """The windows of one or several images, in groups of one length.
 
     Attributes:
-        groups: of each length: the positions of its windows' tokens, [count · length], and count and length.
-        back: where each token's result stands among those of all groups, [tokens].
+        groups: the tokens of each group's windows, by their positions or from one to another; the number of windows,
+            and their length.
+        back: where each token's result stands among those of all groups; None for in order.
     """
 
-    groups: tuple[tuple[torch.Tensor, int, int], ...]
-    back: torch.Tensor
+    groups: tuple[tuple[torch.Tensor | slice, int, int], ...]
+    back: torch.Tensor | None
 
     @classmethod
-    def between(cls, bounds: list[int], device: torch.device) -> Windows:
-        """The windows that end where the next one begins, and lie on a device."""
+    def by_length(cls, bounds: Sequence[int], device: torch.device) -> Windows:
+        """As few groups as there are lengths. Each window ends where the next one begins."""
         starts: dict[int, list[int]] = defaultdict(list)
         for start, end in pairwise(bounds):
             starts[end - start].append(start)
+        if len(starts) == 1:
+            return cls.of_neighbours(bounds)
         groups = {length: torch.tensor(first)[:, None] + torch.arange(length) for length, first in starts.items()}
         order = torch.cat([tokens.flatten() for tokens in groups.values()])
         return cls(
@@ -59,11 +65,21 @@ class Windows:
             sent(torch.argsort(order), device),
         )
 
+    @classmethod
+    def of_neighbours(cls, bounds: Sequence[int]) -> Windows:
+        """Groups of windows next to each other, whose tokens need not be gathered."""
+        groups, start = [], bounds[0]
+        for length, windows in groupby(end - start for start, end in pairwise(bounds)):
+            count = len(list(windows))
+            groups.append((slice(start, start + count * length), count, length))
+            start += count * length
+        return cls(tuple(groups), None)
+
 
 class _WindowAttention(Qwen2_5_VLVisionAttention):  # type: ignore[misc]
-    """Attention of a layer with windows: one call for all windows of one length. Otherwise its parent's forward.
+    """Attention of a layer with windows: one call for each group of them. Otherwise its parent's forward.
 
-    The windows are the batch, whose elements no kernel mixes.
+    A group's windows are a batch, whose elements no kernel mixes.
     """
 
     def forward(
@@ -87,7 +103,7 @@ class _WindowAttention(Qwen2_5_VLVisionAttention):  # type: ignore[misc]
             states = (part[tokens].unflatten(0, size).transpose(1, 2) for part in (query, key, value))
             attended.append(attend(self, *states, attention_mask=None, scaling=self.scaling, is_causal=False)[0])
         joined = torch.cat([part.reshape(-1, self.dim) for part in attended])
-        return self.proj(joined[windows.back])  # type: ignore[no-any-return]
+        return self.proj(joined if windows.back is None else joined[windows.back])  # type: ignore[no-any-return]
 
 
 class _LinearPatchEmbed(Qwen2_5_VisionPatchEmbed):  # type: ignore[misc]
@@ -122,7 +138,7 @@ class VisionTower:
         self._windowed = [block for n, block in enumerate(tower.blocks) if n not in tower.fullatt_block_indexes]
         # On a CPU, in bfloat16, the kernel chooses its layout by the size of the batch and the number of threads:
         # with 24 threads, windows of 64 tokens differ in their last bits. No such choice exists in float32.
-        self._grouped = device.type != "cpu" or tower.dtype == torch.float32
+        self.grouped = device.type != "cpu" or tower.dtype == torch.float32
         for block in self._windowed:
             block.attn.__class__ = _WindowAttention
         if device.type != "cpu":
@@ -131,25 +147,29 @@ class VisionTower:
     def check(self) -> None:
         """Compare with transformers' own attention; if another version computes something else, warn and leave it to
         that."""
-        if not (self._grouped and self._windowed):
+        if not (self.grouped and self._windowed):
             return
         try:
-            worst = _difference(self._windowed[0].attn, self._device)
+            worst = self._difference(self._windowed[0].attn)
             # On a GPU, a library may choose another kernel for a batch; a wrong result is far further away.
             if worst <= (0.0 if self._device.type == "cpu" else _PROBE_TOLERANCE):
                 return
             reason = f"it is {worst:.1e} of the deviation away"
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             reason = str(error)
-        self._grouped = False
+        self.grouped = False
         warnings.warn(f"windows of images are encoded one by one, which is slower: together {reason}", stacklevel=2)
+
+    def windows(self, bounds: Sequence[int]) -> Windows:
+        """The groups that suit the device best."""
+        return Windows.of_neighbours(bounds) if self._device.type == "cpu" else Windows.by_length(bounds, self._device)
 
     def features(self, values: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         """Embeddings of images' tokens, [tokens, D], from their patches' values and their grids, which are on the
         host."""
         tower = self._tower
         index, bounds = get_vision_window_index(grids, tower.spatial_merge_size, tower.window_size, tower.patch_size)
-        grouped = {"windows": Windows.between(bounds.tolist(), self._device)} if self._grouped else {}
+        grouped = {"windows": self.windows(bounds.tolist())} if self.grouped else {}
         output = tower(
             values,
             grid_thw=grids,
@@ -162,17 +182,16 @@ class VisionTower:
         )
         return output.pooler_output  # type: ignore[no-any-return]
 
-
-@torch.inference_mode()
-def _difference(attention: _WindowAttention, device: torch.device) -> float:
-    """Largest difference of grouped windows from transformers' own, in deviations of the latter."""
-    bounds = torch.tensor([0, *_PROBE_WINDOWS]).cumsum(0, dtype=torch.int32)
-    tokens, generator = int(bounds[-1]), torch.Generator().manual_seed(0)
-    hidden, cos, sin = (
-        torch.randn(tokens, width, generator=generator).to(device)
-        for width in (attention.dim, attention.head_dim, attention.head_dim)
-    )
-    inputs = hidden.to(attention.qkv.weight.dtype), bounds, (cos, sin)
-    expected = attention(*inputs).float()
-    found = attention(*inputs, windows=Windows.between(bounds.tolist(), device)).float()
-    return float((found - expected).abs().max() / expected.std())
+    @torch.inference_mode()
+    def _difference(self, attention: _WindowAttention) -> float:
+        """Largest difference of grouped windows from transformers' own, in deviations of the latter."""
+        bounds = torch.tensor([0, *_PROBE_WINDOWS]).cumsum(0, dtype=torch.int32)
+        tokens, generator = int(bounds[-1]), torch.Generator().manual_seed(0)
+        hidden, cos, sin = (
+            torch.randn(tokens, width, generator=generator).to(self._device)
+            for width in (attention.dim, attention.head_dim, attention.head_dim)
+        )
+        inputs = hidden.to(attention.qkv.weight.dtype), bounds, (cos, sin)
+        expected = attention(*inputs).float()
+        found = attention(*inputs, windows=self.windows(bounds.tolist())).float()
+        return float((found - expected).abs().max() / expected.std())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 
 import diffusers
@@ -27,7 +28,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from qie.encode import vision
 from qie.encode.images import apply_view, choose_view, to_pixels
 from qie.encode.text import Patches, PromptEncoder
-from qie.encode.vision import VisionTower, embed_patches_linearly
+from qie.encode.vision import VisionTower, Windows, embed_patches_linearly
 from qie.families import FAMILIES, NULL_PROMPT
 from qie.inference import Predictor
 from qie.pretrained import PretrainedModel, open_pretrained
@@ -143,7 +144,8 @@ def test_in_bfloat16_prompts_equal_the_released_pipelines_and_null_prompts_are_n
     assert distance(embeds.null.float(), exact) < 1.5 * distance(theirs, exact) < 0.1
 
 
-# Height and width of each image in patches of 14 pixels, and how many lengths its windows of 8 × 8 patches have.
+# Height and width of each image in patches of 14 pixels, and how many lengths its windows of 8 × 8 patches have: as
+# many calls on a GPU.
 GRIDS = {
     "full windows": ([(16, 24)], 1),
     "narrow at the right": ([(16, 20)], 2),
@@ -157,7 +159,7 @@ GRIDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("shapes", "lengths"), GRIDS.values(), ids=GRIDS)
-def test_windows_of_one_length_are_attended_to_in_one_call_and_features_are_transformers_bit_for_bit(
+def test_windows_of_one_length_are_attended_to_together_and_features_are_transformers_bit_for_bit(
     shapes: list[tuple[int, int]],
     lengths: int,
     dtype: torch.dtype,
@@ -185,7 +187,16 @@ def test_windows_of_one_length_are_attended_to_in_one_call_and_features_are_tran
         expected = tower(values.to(dtype), grid_thw=grids).pooler_output
     windows = len(calls) - taken - len(shapes)
     assert torch.equal(found, expected)
-    assert taken == (lengths if dtype == torch.float32 else windows) + len(shapes)
+    if dtype == torch.bfloat16:
+        assert taken == windows + len(shapes)
+        return
+    assert taken <= min(windows, 2 * sum(height // 8 + 1 for height, _ in shapes)) + len(shapes)
+    calls.clear()
+    as_on_a_gpu = VisionTower(copy.deepcopy(tower), CPU)
+    as_on_a_gpu.windows = partial(Windows.by_length, device=CPU)
+    with torch.inference_mode():
+        assert torch.equal(as_on_a_gpu.features(values, grids), expected)
+    assert len(calls) == lengths + len(shapes)
 
 
 def test_in_the_towers_true_width_windows_together_are_windows_alone_bit_for_bit() -> None:
@@ -199,6 +210,8 @@ def test_in_the_towers_true_width_windows_together_are_windows_alone_bit_for_bit
         expected = own(values, grid_thw=grids).pooler_output
         ours = VisionTower(own, CPU)
         ours.check()
+        assert ours.grouped and torch.equal(ours.features(values, grids), expected)
+        ours.windows = partial(Windows.by_length, device=CPU)
         assert torch.equal(ours.features(values, grids), expected)
 
 
