@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageRMS_norm
 from PIL import Image
 
 import qie.file_hashes
@@ -25,7 +27,7 @@ from qie.encode import Encoder
 from qie.encode import vae as vae_module
 from qie.encode.images import to_pixels
 from qie.encode.text import PromptEncoder
-from qie.encode.vae import VaeEncoder
+from qie.encode.vae import VaeEncoder, _FrameNorm
 from qie.errors import ModelError, RowError
 from qie.file_hashes import file_hashes
 from qie.precompute import precompute
@@ -92,6 +94,23 @@ def test_images_of_equal_size_encoded_together_are_what_each_is_alone(tiny_edit:
     assert [latent.shape for latent in together] == [latent.shape for latent in alone]
     assert max(float((one - other).abs().max()) for one, other in zip(alone, together, strict=True)) <= 3e-5
     assert (alone[0] - alone[1]).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("channels", [96, 384])
+def test_the_norm_of_a_gpu_is_that_of_a_cpu_in_float32_and_nearer_to_exact_in_bfloat16(channels: int) -> None:
+    torch.manual_seed(0)
+    own = QwenImageRMS_norm(channels, images=False).requires_grad_(False)
+    own.gamma.data.normal_()
+    features = torch.randn(1, channels, 1, 40, 40) * torch.rand(1, 1, 1, 40, 40)
+    ours = _FrameNorm(own)
+    assert torch.equal(ours.in_one_kernel(features.movedim(1, -1)).movedim(-1, 1), ours(features))
+    half, ours, own = features.bfloat16(), _FrameNorm(own.bfloat16()), own.bfloat16()
+    exact = copy.deepcopy(ours).double().in_one_kernel(half.double().movedim(1, -1)).movedim(-1, 1)
+    released, cpu, gpu = (
+        float((found - exact).square().mean().sqrt() / exact.std())
+        for found in (own(half), ours(half), ours.in_one_kernel(half.movedim(1, -1)).movedim(-1, 1))
+    )
+    assert gpu < 0.75 * cpu and cpu < 0.85 * released < 0.003
 
 
 # Prompts

@@ -15,6 +15,7 @@ from diffusers import AutoencoderKLQwenImage
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from qie.devices import staged
 from qie.encode import Encoder, EncoderOptions
 from qie.encode.text import PromptEncoder
 from qie.encode.vae import VaeEncoder, _Still, without_time
@@ -94,6 +95,15 @@ def test_a_row_is_encoded_on_the_gpu_and_the_host_waits_once_for_each_image_and_
     assert gpu.to_host == [(tensor.nbytes, torch.float16) for tensor in stored]
     assert all(tensor.device.type == "cpu" for tensor in stored)
     assert not gpu.calls["conv3d"]
+
+
+def test_an_image_of_1024_is_encoded_without_a_wait_and_without_casts(tiny_edit: Path, gpu: FakeGpu) -> None:
+    vae = image_encoder(tiny_edit / "vae", gpu)
+    pixels = staged(torch.zeros(1, 3, 1024, 1024), GPU, HALF)
+    gpu.forget()
+    latent = vae.encode(pixels)
+    assert (latent.shape, latent.dtype, latent.device) == ((16, 1, 128, 128), HALF, GPU)
+    assert not gpu.waits and gpu.calls["_to_copy"] == 1, "of the pixels"
 
 
 def test_prompts_that_share_their_prefix_are_encoded_without_a_wait(tiny_edit: Path, gpu: FakeGpu) -> None:

@@ -98,7 +98,11 @@ class _FrameConv(nn.Conv2d):
 
 
 class _FrameNorm(nn.Module):
-    """QwenImageRMS_norm over the channels of a frame, in one kernel. x / max(‖x‖, 1e-12)·√C is x / rms(x)."""
+    """QwenImageRMS_norm over the channels of a frame. x / max(‖x‖, 1e-12)·√C is x / rms(x).
+
+    On a GPU this is one kernel, which computes in float32 and rounds once. On a CPU the norm is rounded before it is
+    multiplied, as it was when shards were first written there; in float32 both give the same bits.
+    """
 
     def __init__(self, norm: QwenImageRMS_norm) -> None:
         super().__init__()
@@ -106,8 +110,14 @@ class _FrameNorm(nn.Module):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         last = features.movedim(1, -1)
+        if features.device.type == "cuda":
+            return self.in_one_kernel(last).movedim(-1, 1)
         normal = nn.functional.rms_norm(last.float(), self.gamma.shape, eps=1e-24).to(features.dtype)
         return (normal * self.gamma).movedim(-1, 1)
+
+    def in_one_kernel(self, last: torch.Tensor) -> torch.Tensor:
+        """Of features whose channels come last."""
+        return nn.functional.rms_norm(last, self.gamma.shape, self.gamma, eps=1e-24)
 
 
 class _Still(nn.Module):
