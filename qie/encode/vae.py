@@ -117,7 +117,8 @@ class _FrameNorm(nn.Module):
 
     def in_one_kernel(self, last: torch.Tensor) -> torch.Tensor:
         """Of features whose channels come last."""
-        return nn.functional.rms_norm(last, self.gamma.shape, self.gamma, eps=1e-24)
+        rows = last.flatten(0, -2)  # torch takes several kernels for what looks like a picture with its channels last
+        return nn.functional.rms_norm(rows, self.gamma.shape, self.gamma, eps=1e-24).view(last.shape)
 
 
 class _Still(nn.Module):
