@@ -50,7 +50,7 @@ def staged(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None
     dtype = dtype or values.dtype
     if device.type != "cuda":
         return values.to(dtype)
-    return torch.empty(values.shape, dtype=dtype, pin_memory=True).copy_(values)
+    return torch.empty_like(values, dtype=dtype, pin_memory=True).copy_(values)
 
 
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -65,7 +65,7 @@ class Picture:
         """An image under a recipe's sizes."""
         return cls(image, choose_view(image.size, recipe.areas_px, recipe.buckets_px, recipe.multiple_px))
 
-    @property
+    @cached_property
     def for_vae(self) -> Image.Image:
         return apply_view(self.image, self.view)
 
@@ -77,7 +77,8 @@ class Picture:
         return fit_size(right - left, bottom - top, recipe.text_area_px, recipe.multiple_px)
 
     def for_text(self, recipe: Recipe) -> Image.Image:
-        return apply_view(self.image, View(self.view.box, self.text_size(recipe)))
+        size = self.text_size(recipe)
+        return self.for_vae if size == self.view.size else apply_view(self.image, View(self.view.box, size))
 
     @property
     def latent_size(self) -> Size:

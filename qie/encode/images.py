@@ -259,9 +259,11 @@ def resampling_digest() -> str:
 
 
 def to_pixels(image: Image.Image) -> torch.Tensor:
-    """[1, 3, H, W] float32 in [-1, 1], by the operations of `VaeImageProcessor.preprocess` in their order."""
-    unit = np.array(image).astype(np.float32) / 255.0
-    return 2.0 * torch.from_numpy(unit.transpose(2, 0, 1)[None]) - 1.0
+    """[1, 3, H, W] float32 in [-1, 1], channels last in memory, by the operations of `VaeImageProcessor.preprocess` in
+    their order."""
+    unit = np.array(image).astype(np.float32)
+    unit /= 255.0  # in place: each new array of this size costs more than the arithmetic
+    return torch.from_numpy(unit)[None].mul_(2.0).sub_(1.0).permute(0, 3, 1, 2)
 
 
 def to_thumbnail(image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
