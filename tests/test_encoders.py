@@ -281,6 +281,15 @@ def test_storage_rounds_every_bfloat16_and_many_float32_as_numpy_does() -> None:
         assert found.clipped == (abs(exact) > 65504).sum() > 1000
 
 
+@pytest.mark.gpu
+def test_storage_of_a_gpu_is_that_of_a_cpu_in_page_locked_memory() -> None:
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    values = every[torch.isfinite(every)]
+    expected, found = to_storage(values, "x"), to_storage(values.to("cuda:0"), "x")
+    assert torch.equal(found.values.view(torch.int16), expected.values.view(torch.int16))
+    assert found.clipped == expected.clipped and found.values.is_pinned()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_storage_refuses_nan_and_infinity_by_the_tensors_name(bad: float) -> None:
     with pytest.raises(RowError, match="the target's latent contains NaN or infinity"):

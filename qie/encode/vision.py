@@ -29,6 +29,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     apply_rotary_pos_emb_vision,
     eager_attention_forward,
 )
+from transformers.utils.generic import is_flash_attention_requested
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from qie.devices import sent
@@ -168,6 +169,8 @@ class VisionTower:
         """Embeddings of images' tokens, [tokens, D], from their patches' values and their grids, which are on the
         host."""
         tower = self._tower
+        if is_flash_attention_requested(tower.config):  # by the model's folder: one call for all windows, of any length
+            return tower(values, grid_thw=grids.to(self._device)).pooler_output  # type: ignore[no-any-return]
         index, bounds = get_vision_window_index(grids, tower.spatial_merge_size, tower.window_size, tower.patch_size)
         grouped = {"windows": self.windows(bounds.tolist())} if self.grouped else {}
         output = tower(

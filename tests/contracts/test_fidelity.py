@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -213,6 +214,40 @@ def test_in_the_towers_true_width_windows_together_are_windows_alone_bit_for_bit
         assert ours.grouped and torch.equal(ours.features(values, grids), expected)
         ours.windows = partial(Windows.by_length, device=CPU)
         assert torch.equal(ours.features(values, grids), expected)
+
+
+def test_a_tower_with_flash_attention_gets_what_transformers_gives_it(
+    monkeypatch: pytest.MonkeyPatch, released
+) -> None:
+    tower, given = copy.deepcopy(released["edit"].tower), []
+    grids, values = torch.tensor([(1, 20, 26)]), torch.randn(520, 1176)
+    monkeypatch.setattr(vision, "is_flash_attention_requested", lambda config: True)
+    monkeypatch.setattr(tower, "forward", partial(_noted, given, tower.forward))
+    with torch.inference_mode():
+        VisionTower(tower, CPU).features(values, grids)
+    assert [sorted(names) for names in given] == [["grid_thw"]]
+
+
+def _noted(given: list[object], forward: Callable[..., object], *values: torch.Tensor, **names: object) -> object:
+    given.append(names)
+    return forward(*values, **names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_on_a_gpu_features_are_near_those_of_transformers_there(dtype: torch.dtype, released, half) -> None:
+    gpu = torch.device("cuda:0")
+    tower = copy.deepcopy((released if dtype == torch.float32 else half[1])["edit"].tower).to(gpu)
+    grids = torch.tensor([(1, 20, 26), (1, 8, 34)])
+    values = torch.randn(int(grids.prod(-1).sum()), 1176, generator=torch.Generator().manual_seed(0)).to(gpu, dtype)
+    with torch.inference_mode():
+        expected = tower(values, grid_thw=grids.to(gpu)).pooler_output
+        ours = VisionTower(tower, gpu)
+        ours.check()
+        assert ours.grouped
+        assert distance(ours.features(values, grids).float(), expected.float()) < (
+            1e-3 if dtype == torch.float32 else 0.1
+        )
 
 
 @needs_golden_pillow
