@@ -115,7 +115,7 @@ def save_samples(images: Sequence[Image.Image], output_dir: Path, step: int) -> 
 def _in_inference(transformer: QwenImageTransformer2DModel, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """A transformer in training, used as after it: without dropout, computing in `dtype` whatever its weights are."""
     training = {module: module.training for module in transformer.modules()}
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    autocast = torch.autocast(device.type, dtype, enabled=transformer.dtype != dtype)
     transformer.eval()
     try:
         with mock.patch.object(transformer, "forward", autocast(transformer.forward)):

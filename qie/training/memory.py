@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -33,7 +34,10 @@ class Parameters:
     Attributes:
         trained, frozen: altogether.
         matrices: the frozen ones in matrices of blocks: these are quantised, and can be offloaded.
-        image_inputs, text_inputs: the summed widths of the inputs of a block's adapters, on either stream.
+        image_inputs, text_inputs: the summed widths of the inputs that a block's adapters keep, on either stream:
+            query, key and value have one together.
+        image_outputs, text_outputs: the same of adapters on the attention's output, which is kept anyway; in a batch of
+            several samples they keep a copy of their stream's part.
     """
 
     trained: int
@@ -41,23 +45,26 @@ class Parameters:
     matrices: int
     image_inputs: int = 0
     text_inputs: int = 0
+    image_outputs: int = 0
+    text_outputs: int = 0
 
     @classmethod
     def of(cls, transformer: QwenImageTransformer2DModel) -> Parameters:
         """Count those of a transformer that is not quantised; an `empty_transformer` takes no memory."""
         everything, blocks = list(transformer.parameters()), transformer.transformer_blocks
-        inputs = {"image": 0, "text": 0}
+        widths: dict[str, dict[str, int]] = {}
         for name, module in blocks[0].named_modules():
             # Modulation takes one token a sample.
             if hasattr(module, "lora_A") and "_mod." not in name:
                 text = name.startswith("txt_") or name.rpartition(".")[2].startswith(("add_", "to_add_"))
-                inputs["text" if text else "image"] += module.in_features
+                kind = "outputs" if re.search(r"attn\.to_(add_)?out", name) else "inputs"
+                shared = re.sub(r"(to|add)_[qkv](_proj)?$", "qkv", name)
+                widths.setdefault(f"{'text' if text else 'image'}_{kind}", {})[shared] = module.in_features
         return cls(
             trained=sum(weight.numel() for weight in everything if weight.requires_grad),
             frozen=sum(weight.numel() for weight in everything if not weight.requires_grad),
             matrices=sum(w.numel() for w in blocks.parameters() if not w.requires_grad and w.ndim > 1),
-            image_inputs=inputs["image"],
-            text_inputs=inputs["text"],
+            **{which: sum(found.values()) for which, found in widths.items()},
         )
 
 
@@ -81,6 +88,7 @@ class Setup:
         trained_bytes: a trained weight, and its gradient.
         optimizer_bytes: the optimizer's state for each trained number.
         gradient_checkpointing, offload_blocks: see `checkpoint_activations`.
+        accumulates: gradients of one batch are added to those of another.
         processes: the number that train together.
         sharded: each process holds its part of the weights (FSDP) instead of all (DDP).
     """
@@ -97,6 +105,7 @@ class Setup:
     ema: bool = False
     gradient_checkpointing: int = 1
     offload_blocks: int = 0
+    accumulates: bool = False
     processes: int = 1
     sharded: bool = False
 
@@ -140,6 +149,7 @@ def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, acc
         ema=section.ema_decay is not None,
         gradient_checkpointing=int(section.gradient_checkpointing),
         offload_blocks=section.offload_blocks,
+        accumulates=section.gradient_accumulation_steps > 1,
         processes=accelerator.num_processes,
         sharded=sharded,
     )
@@ -147,13 +157,13 @@ def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, acc
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on a device. `weights`, `gradients` and `optimizer` follow from sizes alone; the rest is approximate.
+    """Bytes on a device when most are taken: where the backward pass begins, where it ends, or in the optimizer's step.
 
     Attributes:
         weights: frozen and trained.
-        gradients: those of trained weights; with DDP also its buffers.
+        gradients: those of trained weights, if there are any by then; with DDP also its buffers.
         optimizer: its state, and averaged weights.
-        activations: values that the forward pass keeps for the backward pass.
+        activations: values that the forward pass has kept for the backward pass, and that are still needed.
         workspace: the CUDA context, and the intermediate values of a block or of the optimizer.
     """
 
@@ -180,21 +190,26 @@ def kept_bytes(setup: Setup) -> float:
     """Bytes that a block without checkpointing keeps of a batch for its backward pass.
 
     Read in diffusers' transformer_qwenimage and normalization. A token keeps, in numbers of the width d: the inputs of
-    two LayerNorms, which autocast makes float32; query and key each with, for its norm, a float32 form; query, key,
-    value and output of the attention; the MLP's 4 d before its activation. Frozen linear layers keep nothing of their
-    input; an adapter keeps autocast's copy of its own. If all weights are trained: the inputs of query, key and value
-    (with autocast a copy each), of the MLP's layers and of the norms' scales; the normalised values, for the
-    modulation; and the values that both gates multiply. With zero_cond_t, an image token's own scales and gates.
+    two LayerNorms; query and key each with, for its norm, a float32 form; query, key, value and output of the
+    attention; the MLP's 4 d before its activation. Frozen linear layers keep nothing of their input, adapters keep it.
+    If all weights are trained: the inputs of query, key and value (with autocast a copy each), of the MLP's layers and
+    of the norms' scales; the normalised values, for the modulation; and the values that both gates multiply; autocast
+    makes LayerNorms float32, and float32 scales the queries and keys. With zero_cond_t, an image token's own scales and
+    gates.
     """
     value, width, parameters = setup.value_bytes, setup.architecture.width, setup.parameters
     of_queries = 2 * (4 if value == 4 else value + 4)
-    numbers = 2 * 4 + of_queries + 4 * value + 4 * value
+    numbers = 2 * value + of_queries + 4 * value + 4 * value
     if setup.all_trained:
         copies = 1 if value == 4 else 3
-        numbers += copies * value + (1 + 4) * value + 2 * value + 2 * 4 + 2 * value
+        numbers += 2 * (4 - value) + copies * value + (1 + 4) * value + 2 * value + 2 * 4 + 2 * value
+        numbers += 6 if setup.trained_bytes > value else 0
     tokens = setup.image_tokens + setup.text_tokens
     kept = numbers * width * tokens
     kept += value * (parameters.image_inputs * setup.image_tokens + parameters.text_inputs * setup.text_tokens)
+    if setup.batch_size > 1:
+        outputs = (width, width) if setup.all_trained else (parameters.image_outputs, parameters.text_outputs)
+        kept += value * (outputs[0] * setup.image_tokens + outputs[1] * setup.text_tokens)
     if setup.architecture.zero_cond_t:
         kept += 4 * value * width * setup.image_tokens
     return float(kept * setup.batch_size)
@@ -206,31 +221,39 @@ def estimate(setup: Setup) -> Estimate:
     parts = setup.processes if setup.sharded else 1
     matrix_bytes = _QUANTIZED_BYTES[setup.quantize] if setup.quantize else setup.value_bytes
     block = parameters.matrices * matrix_bytes / blocks
-    # While a block is recomputed, the next is fetched, and autograd still holds the weights of the one before.
-    offloaded = max(setup.offload_blocks - 3, 0)
+    # Where a block has been recomputed and its gradient is computed, the next is fetched already.
+    offloaded = max(setup.offload_blocks - 2, 0)
     frozen = (parameters.frozen - parameters.matrices) * setup.value_bytes + block * (blocks - offloaded)
     # FSDP gathers the block that is computed and the next.
     gathered = 2 * (block + parameters.trained * setup.value_bytes / blocks) if parts > 1 else 0
     trained = parameters.trained * setup.trained_bytes
     gradients = trained / parts * (2 if setup.processes > 1 and not setup.sharded else 1)
     # Autocast's copies of trained weights last for the forward pass.
-    casts = parameters.trained * setup.value_bytes / parts if setup.trained_bytes > setup.value_bytes else 0
+    copied = setup.all_trained and setup.trained_bytes > setup.value_bytes
+    casts = parameters.trained * setup.value_bytes / parts if copied else 0.0
     checkpointed = len(checkpointed_blocks(blocks, setup.gradient_checkpointing, setup.offload_blocks))
     tokens = (setup.image_tokens + setup.text_tokens) * setup.batch_size * setup.architecture.width
     kept = kept_bytes(setup)
     # A checkpointed block keeps its input; one at a time is recomputed.
-    recomputed = 1 if checkpointed else 0
-    activations = casts + checkpointed * tokens * setup.value_bytes + (blocks - checkpointed + recomputed) * kept
-    # The MLP's values and their gradients, or queries in float32: about twelve numbers of the width for each token.
-    intermediate = 12.0 * tokens * setup.value_bytes
+    recomputed = kept if checkpointed else 0.0
+    activations = casts + checkpointed * tokens * setup.value_bytes + (blocks - checkpointed) * kept + recomputed
+    # The MLP's values and their gradients, or queries in float32: about so many numbers of the width for each token.
+    intermediate = (12.0 if setup.all_trained else 8.0) * tokens * setup.value_bytes
+    stays = setup.accumulates or setup.processes > 1
     # torch's optimizers work on all weights at once, when activations are freed.
-    step = trained / parts - activations if setup.optimizer_bytes > 2 else 0
+    step = trained / parts if setup.optimizer_bytes > 2 else 0.0
+    moments = (
+        (gradients if stays else 0.0, activations, intermediate),
+        (gradients if stays else gradients * (1 - 1 / blocks), recomputed, intermediate),
+        (gradients, 0.0, step),
+    )
+    gradients, activations, workspace = max(moments, key=sum)
     return Estimate(
         weights=(frozen + trained) / parts + gathered,
         gradients=gradients,
         optimizer=parameters.trained / parts * (setup.optimizer_bytes + (4 if setup.ema else 0)),
         activations=activations,
-        workspace=_CONTEXT_BYTES + max(intermediate, step),
+        workspace=_CONTEXT_BYTES + workspace,
     )
 
 

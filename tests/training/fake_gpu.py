@@ -35,7 +35,7 @@ from torch.utils.flop_counter import flop_registry
 from qie.config import Config
 from qie.pretrained import open_pretrained
 from qie.training.flops import step_flops
-from qie.training.memory import Setup, estimate, plan_memory
+from qie.training.memory import Setup, estimate, kept_bytes, plan_memory
 from qie.training.model.blocks import checkpointed_blocks
 from qie.training.processes import open_accelerator
 from qie.training.run import PreparedBatch, Run
@@ -85,7 +85,8 @@ def build_belief(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    """A step of the released model, but for the number of its blocks. `settings` are keys of the configuration."""
+    """A step of the released model, but for the number of its blocks. `settings` are keys of the configuration, and the
+    value "all" is the number of blocks."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     blocks: int = 2
@@ -101,6 +102,7 @@ class Measured:
     """What was seen in the last of the steps.
 
     Attributes:
+        blocks: how many the model had.
         stream: the dtypes of what enters and leaves blocks, and those of the prediction and of the loss.
         syncs: operations for which the host waits, in order, with the functions that asked for them.
         forward_flop, backward_flop: as torch counts; attention_flop: those of attention, forward and not again.
@@ -109,6 +111,7 @@ class Measured:
         estimated: qie's own numbers, by name.
     """
 
+    blocks: int = 0
     stream: dict[str, list[str]] = field(default_factory=dict)
     syncs: list[str] = field(default_factory=list)
     forward_flop: int = 0
@@ -248,7 +251,7 @@ def measure(case: Case, folder: Path) -> Measured:
     sections["data"] = {"batch_size": len(case.text_tokens)}
     for key, value in case.settings.items():
         section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
+        sections.setdefault(section, {})[name] = case.blocks if value == "all" else value
     config = Config.model_validate(sections)
     pretrained = open_pretrained(str(folder), components=("transformer", "scheduler"))
     AcceleratorState._reset_state(True)
@@ -355,8 +358,9 @@ def estimated(found: Measured, setup: Setup, case: Case) -> Measured:
     )
     count = len(case.text_tokens)
     values = {name: float(value) for name, value in asdict(estimate(setup)).items()}
+    values["kept"] = kept_bytes(setup)
     values |= {"forward_flop": flops.forward * count, "backward_flop": (flops.backward + flops.recomputed) * count}
-    return replace(found, estimated=values)
+    return replace(found, blocks=case.blocks, estimated=values)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,12 @@ from qie.training.model.lora import (
     add_lora,
     load_adapter,
     merge_adapter,
+    round_adapters,
     save_adapter,
 )
 from tests.conftest import ROOT
 from tests.training.adapters import call, one_batch, randomise, trained_adapter, transformer_of
+from tests.training.small import WIDTH, small_transformer
 
 # The linear layers of ComfyUI's model, `.weight` left off: comfyanonymous/ComfyUI comfy/ldm/qwen_image/model.py.
 COMFYUI_BLOCK = [
@@ -306,6 +308,25 @@ def test_the_adapter_is_kept_in_the_dtype_asked_for(tiny_edit: Path) -> None:
 def test_a_target_that_names_no_linear_layer_is_refused_with_near_names(tiny_edit: Path, targets) -> None:
     with pytest.raises(ConfigError, match=r"(?s)model\.lora\.target_modules.*to_q"):
         with_lora(tiny_edit, target_modules=targets)
+
+
+def test_a_rounding_adapter_computes_the_bits_of_autocast_and_learns_in_its_own_dtype() -> None:
+    found = []
+    for rounds in (False, True):
+        transformer = small_transformer()
+        for name, weight in transformer.named_parameters():
+            weight.data = weight.data if "lora_" in name else weight.data.bfloat16()
+        if rounds:
+            round_adapters(transformer)
+        layer = transformer.transformer_blocks[0].attn.to_q
+        value = torch.randn(2, 40, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not rounds):
+            output = layer(value)
+        output.float().square().sum().backward()
+        found.append((output, layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype
+    assert [value.dtype for value in found[1]] == [torch.bfloat16, torch.float32, torch.float32]
 
 
 def test_an_orthogonal_start_of_an_odd_rank_is_refused(tiny_edit: Path) -> None:

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from qie.config import LoraConfig, LossConfig
+from qie.config import Config, LoraConfig, LossConfig
 from qie.errors import ConfigError
+from qie.pretrained import open_pretrained
 from qie.training.model.lora import add_lora
 from qie.training.model.quantize import is_quantized
+from qie.training.model.trainable import TrainableModel
 from qie.training.objective import Objective
 from tests.conftest import ROOT
 from tests.training.adapters import call, one_batch, randomise, transformer_of
@@ -49,6 +52,21 @@ def stored_bytes(tensor) -> int:
     else:
         parts = [getattr(tensor, name) for name in getattr(tensor, "tensor_data_names", [])] or [tensor]
     return sum(part.numel() * part.element_size() for part in parts)
+
+
+def test_blocks_of_a_lora_hand_on_the_dtype_of_the_base_and_autocast_is_off(tiny_edit: Path, kind, batch) -> None:
+    settings = {"model": {"quantize": kind, "lora": {"r": 4}}, "train": {"gradient_checkpointing": False}}
+    settings["model"]["pretrained_model_name_or_path"] = str(tiny_edit)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    pretrained = open_pretrained(str(tiny_edit), components=("transformer",))
+    trainable = TrainableModel(pretrained, Config.model_validate(settings), torch.bfloat16, CPU)
+    trainable.prepare(accelerator, torch.optim.SGD(trainable.parameters.values(), lr=0.1))
+    seen: list[torch.dtype] = []
+    for block in trainable.transformer.transformer_blocks:
+        block.register_forward_hook(lambda _, __, outputs: seen.extend(value.dtype for value in outputs))
+    Objective(LossConfig(shift="none"), 0.0, 0, {}, CPU, torch.bfloat16).loss(trainable.model, batch, 0).backward()
+    assert set(seen) == {torch.bfloat16} and not hasattr(trainable.transformer, "_original_forward")
+    assert {weight.grad.dtype for weight in trainable.parameters.values() if weight.grad is not None} == {torch.float32}
 
 
 def block_weights(transformer) -> dict[str, torch.Tensor]:

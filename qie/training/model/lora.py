@@ -17,6 +17,7 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from safetensors import SafetensorError, safe_open
@@ -104,6 +105,33 @@ def add_frozen_adapters(transformer: QwenImageTransformer2DModel, adapters: Sequ
     if names:
         transformer.set_adapters(names, [adapter.scale for adapter in adapters])
         _activate(transformer)
+
+
+def round_adapters(transformer: QwenImageTransformer2DModel) -> None:
+    """Compute the products of all adapters in the dtype of their input, as autocast would: their weights are rounded
+    for a product, and stay as they are. To be called after the last adapter was added.
+
+    A DoRA computes in the dtype of its weights: it divides by lengths of rows to which it adds small changes.
+    """
+    for layer in transformer.modules():
+        if isinstance(layer, LoraLayer) and not layer.lora_variant:
+            layer.cast_input_dtype_enabled = False
+            for parts in (layer.lora_A, layer.lora_B):
+                for name, linear in list(parts.items()):
+                    parts[name] = _RoundedLinear.of(linear)
+
+
+class _RoundedLinear(torch.nn.Linear):
+    @classmethod
+    def of(cls, linear: torch.nn.Linear) -> _RoundedLinear:
+        """Of the same parameters."""
+        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        made.weight, made.bias = linear.weight, linear.bias
+        return made.train(linear.training)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return torch.nn.functional.linear(input, self.weight.to(input.dtype), bias)
 
 
 def adapter_tensors(

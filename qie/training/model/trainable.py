@@ -26,7 +26,14 @@ from qie.training.model.load import (
     save_transformer,
     train_all_weights,
 )
-from qie.training.model.lora import adapter_tensors, add_frozen_adapters, add_lora, load_adapter, save_adapter
+from qie.training.model.lora import (
+    adapter_tensors,
+    add_frozen_adapters,
+    add_lora,
+    load_adapter,
+    round_adapters,
+    save_adapter,
+)
 from qie.training.model.sharding import all_whole, fill, not_finite, require_finite, reshard_weights
 
 TRAINED, EMA = "trained", "ema"
@@ -87,7 +94,12 @@ class TrainableModel:
         return any(isinstance(weight, DTensor) for weight in self.transformer.parameters())
 
     def prepare(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Spread the model over the processes; returns the optimizer to step with."""
+        """Spread the model over the processes; returns the optimizer to step with.
+
+        A LoRA's base is in the dtype that it computes in, and the adapter rounds its weights itself. Autocast would
+        only take LayerNorms on a GPU to float32, and with nf4 all that blocks hand on.
+        """
+        accelerator.native_amp &= not self._lora
         self.model, prepared = accelerator.prepare(self.transformer, optimizer)
         self.model.train()
         if self._decay is not None:
@@ -182,6 +194,8 @@ def _with_adapter(
     add_frozen_adapters(transformer, model.adapters)
     lora = model.lora if fresh else model.lora.model_copy(update={"continue_from": None})
     add_lora(transformer, lora, config.train.seed, dtype=getattr(torch, config.train.trained_dtype))
+    if dtype != torch.float32:
+        round_adapters(transformer)
     return transformer
 
 
