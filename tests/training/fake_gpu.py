@@ -231,7 +231,7 @@ def fake_gpu() -> Iterator[Device]:
         mock.patch("torch.cuda.Stream", Stream),
         mock.patch("torch.cuda.current_stream", Stream),
         mock.patch("torch.cuda.stream", nullcontext),
-        mock.patch("torch.Tensor.pin_memory", torch.Tensor.clone),
+        mock.patch("qie.training.model.blocks._lock_pages"),
         mock.patch("torch.cuda.max_memory_allocated", lambda *_: 0),
         FakeTensorMode(allow_non_fake_inputs=True),
         Device() as device,

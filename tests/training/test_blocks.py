@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
 
-from qie.errors import ConfigError
+from qie.errors import ConfigError, QieError
 from qie.training.model import blocks as blocks_module
 from qie.training.model.blocks import checkpoint_activations, checkpointed_blocks, compile_blocks, offloaded_blocks
 from tests.training.small import gradients, inputs, small_transformer
@@ -153,6 +154,62 @@ def test_frozen_matrices_are_offloaded_to_placeholders_of_one_element_and_what_i
     assert len(matrices) == 6 * MATRICES
     assert {name for name, weight in after.items() if weight.untyped_storage().nbytes() <= 4} == matrices
     assert all(after[name] is before[name] for name in before.keys() - matrices)
+
+
+class Driver:
+    """CUDA's functions for page-locked memory."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.locked = error, {}
+
+    def cudaHostRegister(self, pointer: int, size: int, _: int) -> int:
+        self.locked[pointer] = size
+        return self.error
+
+    def cudaHostUnregister(self, pointer: int) -> None:
+        del self.locked[pointer]
+
+    def cudaGetErrorString(self, _: int) -> str:
+        return "out of memory"
+
+
+def test_the_page_locked_memory_of_a_block_is_one_piece_of_its_size_and_is_unlocked_when_nobody_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    tensors = [torch.randn(5, 7), torch.randn(3).bfloat16(), torch.randn(2, 2).to(torch.float8_e4m3fn)]
+    hosts = blocks_module._in_host_memory(tensors, pinned=True)
+    assert [host.dtype for host in hosts] == [tensor.dtype for tensor in tensors]
+    assert all(torch.equal(host.float(), tensor.float()) for host, tensor in zip(hosts, tensors, strict=True))
+    start = hosts[0].data_ptr()
+    assert [host.data_ptr() - start for host in hosts] == [0, 256, 512] and driver.locked == {start: 768}
+    del hosts[0], hosts[0]
+    assert driver.locked, "the last one lies in it"
+    hosts.clear()
+    assert not driver.locked
+
+
+def test_memory_that_cannot_be_page_locked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(error=2))
+    with pytest.raises(QieError, match=r"(?s)page-locked.*train\.offload_blocks.*out of memory"):
+        blocks_module._in_host_memory([torch.zeros(1)], pinned=True)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_memory_of_weights_is_free_only_for_work_that_waits_for_their_copy(
+    taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, waited = torch.nn.Parameter(torch.zeros(2)), []
+    alive = weakref.ref(value)
+    stream = SimpleNamespace(wait_event=lambda event: waited.append((event, alive() is not None)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    fetched = blocks_module._Fetched([value], "arrival", CPU)
+    del value
+    if taken:
+        fetched.taken()
+    del fetched
+    assert waited == [("arrival", True)] and alive() is None
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")

@@ -15,8 +15,9 @@ from accelerate import Accelerator
 from qie.config import Config, LoraConfig, LossConfig
 from qie.errors import ConfigError
 from qie.pretrained import open_pretrained
+from qie.training.model import quantize as quantize_module
 from qie.training.model.lora import add_lora
-from qie.training.model.quantize import is_quantized
+from qie.training.model.quantize import is_quantized, quantize_blocks
 from qie.training.model.trainable import TrainableModel
 from qie.training.objective import Objective
 from tests.conftest import ROOT
@@ -52,6 +53,20 @@ def stored_bytes(tensor) -> int:
     else:
         parts = [getattr(tensor, name) for name in getattr(tensor, "tensor_data_names", [])] or [tensor]
     return sum(part.numel() * part.element_size() for part in parts)
+
+
+def test_layers_of_blocks_to_be_offloaded_leave_the_device_one_by_one(tiny_edit: Path, monkeypatch) -> None:
+    transformer = transformer_of(tiny_edit, torch.bfloat16)
+    moves: list[tuple[torch.nn.Module, str]] = []
+    monkeypatch.setattr(quantize_module, "_layer_maker", lambda _: lambda linear: linear)
+    monkeypatch.setattr(torch.nn.Linear, "to", lambda linear, device: moves.append((linear, str(device))) or linear)
+    monkeypatch.setattr(torch.nn.Linear, "cpu", lambda linear: moves.append((linear, "cpu")) or linear)
+    quantize_blocks(transformer, "fp8", torch.device("cuda"), in_host_memory=[1])
+    first, second = (
+        [m for m in block.modules() if isinstance(m, torch.nn.Linear)] for block in transformer.transformer_blocks
+    )
+    stay = [(layer, "cuda") for layer in first if layer is not transformer.transformer_blocks[0].img_mod[1]]
+    assert moves == stay + [(layer, where) for layer in second for where in ("cuda", "cpu")]
 
 
 def test_blocks_of_a_lora_hand_on_the_dtype_of_the_base_and_autocast_is_off(tiny_edit: Path, kind, batch) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
-from qie.errors import ConfigError
+from qie.errors import ConfigError, QieError
 from qie.training.model.sharding import keep_from_ddp
 
 
@@ -109,19 +112,44 @@ class _OffloadedWeight:
 
     Attributes:
         module, name: where it belongs.
-        host: its value, in host memory.
         placeholder: stands in its place otherwise: its shape in one element on the device. Whoever reads it gets NaN.
+        host: its value, in host memory.
     """
 
     module: nn.Module
     name: str
-    host: Tensor
     placeholder: nn.Parameter
+    host: Tensor
+
+
+class _Fetched:
+    """Weights that are on their way to the device, or have arrived.
+
+    Args:
+        values: the weights. Their memory belongs to the stream that computes.
+        arrival: the event of their arrival; None: they have arrived.
+        device: theirs.
+    """
+
+    def __init__(self, values: list[nn.Parameter], arrival: torch.cuda.Event | None, device: torch.device) -> None:
+        self._values, self._arrival, self._device = values, arrival, device
+
+    def taken(self) -> list[nn.Parameter]:
+        """The weights, for work that is queued from now on."""
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            torch.cuda.current_stream(self._device).wait_event(arrival)
+        return self._values
+
+    def __del__(self) -> None:
+        """Let work that will get the memory wait for the copy, too: an exception drops what nobody has taken."""
+        self.taken()
 
 
 def _frozen_matrices(block: nn.Module, device: torch.device) -> list[_OffloadedWeight]:
     """Vectors are left out: they are a thousandth of the bytes, and as many copies."""
-    found = []
+    matrices: list[Tensor] = []
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
     for path, parameter in list(block.named_parameters()):
         if parameter.requires_grad or parameter.ndim < 2:
             continue
@@ -135,12 +163,53 @@ def _frozen_matrices(block: nn.Module, device: torch.device) -> list[_OffloadedW
                 hint="set it to 0, or model.quantize to fp8",
             )
         module, _, name = path.rpartition(".")
-        parts = [part.detach().cpu() for part in _parts(parameter)]
-        host = _joined(parameter, [part.pin_memory() for part in parts] if device.type == "cuda" else parts)
         nothing = torch.tensor(math.nan, dtype=parameter.dtype, device=device).expand(parameter.shape)
         placeholder = nn.Parameter(nothing, requires_grad=False)
-        found.append(_OffloadedWeight(block.get_submodule(module), name, host, placeholder))
-    return found
+        matrices.append(parameter)
+        places.append((block.get_submodule(module), name, placeholder))
+    hosts = _in_host_memory(matrices, pinned=device.type == "cuda")
+    return [_OffloadedWeight(*place, host) for place, host in zip(places, hosts, strict=True)]
+
+
+def _in_host_memory(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
+    """Copies that lie together, page-locked on demand: torch would round the memory of each up to a power of two."""
+    parts = [part.detach() for tensor in tensors for part in _parts(tensor)]
+    starts = list(accumulate((-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts), initial=0))
+    if not parts:
+        return []
+    room = torch.frombuffer(mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    if pinned:
+        _lock_pages(room)
+    views = [
+        room[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        for start, part in zip(starts, parts, strict=False)
+    ]
+    for view, part in zip(views, parts, strict=True):
+        view.copy_(part)
+    rest = iter(views)
+    return [_joined(tensor, [next(rest) for _ in _parts(tensor)]) for tensor in tensors]
+
+
+_ALIGNMENT = 256  # bytes, as torch aligns what it allocates on a GPU
+
+
+def _lock_pages(room: Tensor) -> None:
+    """Page-lock memory for as long as a tensor lies in it.
+
+    Raises:
+        QieError: the system does not lock so much.
+    """
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = driver.cudaHostRegister(room.data_ptr(), room.nbytes, 0)
+    if int(error) != 0:
+        raise QieError(
+            "host memory for offloaded weights cannot be page-locked",
+            where="train.offload_blocks",
+            found=f"{driver.cudaGetErrorString(error)}, for {room.nbytes / 1e9:.1f} GB of one block",
+            hint="offload fewer blocks, or give the process more memory",
+        )
+    # Memory that is given back while it is locked stays locked.
+    weakref.finalize(room.untyped_storage(), driver.cudaHostUnregister, room.data_ptr()).atexit = False
 
 
 class _Offloader:
@@ -163,7 +232,7 @@ class _Offloader:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._ahead: dict[int, tuple[list[nn.Parameter], torch.cuda.Event | None]] = {}
+        self._ahead: dict[int, _Fetched] = {}
         self._last = -1
         for index, block in enumerate(blocks):
             self._evict(index)
@@ -172,10 +241,8 @@ class _Offloader:
             block.register_forward_hook(partial(self._evict, index), always_call=True)
 
     def _make_resident(self, index: int, *_: object) -> None:
-        values, arrival = self._ahead.pop(index) if index in self._ahead else self._fetch(index)
-        if arrival is not None:
-            torch.cuda.current_stream(self._device).wait_event(arrival)
-        for weight, value in zip(self._weights[index], values, strict=True):
+        fetched = self._ahead.pop(index) if index in self._ahead else self._fetch(index)
+        for weight, value in zip(self._weights[index], fetched.taken(), strict=True):
             setattr(weight.module, weight.name, value)
         following = self._following(index)
         if 0 <= following < len(self._weights) and following not in self._ahead:
@@ -194,8 +261,8 @@ class _Offloader:
         self._last = -1 if index == 0 and not forward else index
         return index + 1 if forward else index - 1
 
-    def _fetch(self, index: int) -> tuple[list[nn.Parameter], torch.cuda.Event | None]:
-        """Copies on the device, and the event of their arrival; None: they have arrived.
+    def _fetch(self, index: int) -> _Fetched:
+        """Copies on the device, perhaps not there yet.
 
         The memory belongs to the stream that computes, and the copy begins when the work queued there is done. So freed
         memory is used again in order, without waiting for the host and without events for each tensor.
@@ -214,7 +281,7 @@ class _Offloader:
                 if self._stream is not None:
                     arrival = self._stream.record_event()
             joined = [_joined(value, parts) for value, parts in zip(host, copies, strict=True)]
-            return [nn.Parameter(value, requires_grad=False) for value in joined], arrival
+            return _Fetched([nn.Parameter(value, requires_grad=False) for value in joined], arrival, self._device)
 
 
 def _copy(values: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -17,6 +17,7 @@ from qie.config import Quantization
 from qie.errors import ConfigError, UsageError
 from qie.pretrained import PretrainedModel, loading, read_json
 from qie.training.model.adapter_file import ADAPTER_FILE
+from qie.training.model.blocks import offloaded_blocks
 from qie.training.model.quantize import is_quantized, quantize_blocks
 from qie.training.model.sharding import TensorFiles
 
@@ -31,6 +32,7 @@ def load_transformer(
     quantize: Quantization | None = None,
     attention_backend: str | None = None,
     device: torch.device | None = None,
+    offload_blocks: int = 0,
 ) -> QwenImageTransformer2DModel:
     """The model's transformer, frozen, on the CPU.
 
@@ -41,6 +43,7 @@ def load_transformer(
         attention_backend: a backend of diffusers that can be trained with; None leaves the choice to diffusers, which
             has one for the whole process. Some, such as flash, take no mask: with them a batch is one sample.
         device: the blocks' linear layers are quantised there, and stay there.
+        offload_blocks: but for those of so many blocks, which will be offloaded.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -53,7 +56,9 @@ def load_transformer(
         transformer = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
     transformer.requires_grad_(False)
     if quantize is not None:
-        quantize_blocks(transformer, quantize, device)
+        blocks = len(transformer.transformer_blocks)
+        offloaded = offloaded_blocks(blocks, min(offload_blocks, blocks))
+        quantize_blocks(transformer, quantize, device, in_host_memory=offloaded)
     if attention_backend is not None:
         try:
             transformer.set_attention_backend(attention_backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ from qie.errors import ConfigError
 
 
 def quantize_blocks(
-    transformer: QwenImageTransformer2DModel, quantize: Quantization, device: torch.device | None = None
+    transformer: QwenImageTransformer2DModel,
+    quantize: Quantization,
+    device: torch.device | None = None,
+    *,
+    in_host_memory: Collection[int] = (),
 ) -> None:
     """Store the linear layers of the transformer's blocks in fewer bits; for good, since rounding loses the rest.
 
@@ -29,13 +33,16 @@ def quantize_blocks(
         quantize: the format of a weight.
         device: layers are quantised there, one by one, and then stay; None: they are quantised where they are. A GPU
             takes seconds, a CPU minutes.
+        in_host_memory: the numbers of blocks whose layers go back from there, one by one.
 
     Raises:
         ConfigError: the library for this format is missing.
     """
     make = _layer_maker(quantize)
     for name, linear in list(_linears(transformer)):
-        transformer.set_submodule(name, make(linear if device is None else linear.to(device)))
+        layer = make(linear if device is None else linear.to(device))
+        offloaded = device is not None and int(name.split(".")[1]) in in_host_memory
+        transformer.set_submodule(name, layer.cpu() if offloaded else layer)
     # diffusers' own mark, by which peft chooses its layer, and parameters are counted.
     transformer.is_loaded_in_4bit = quantize == "nf4"
 

@@ -189,7 +189,12 @@ def _with_adapter(
     model = config.model
     assert model.lora is not None
     transformer = load_transformer(
-        pretrained, dtype, quantize=model.quantize, attention_backend=model.attention_backend, device=device
+        pretrained,
+        dtype,
+        quantize=model.quantize,
+        attention_backend=model.attention_backend,
+        device=device,
+        offload_blocks=config.train.offload_blocks,
     )
     add_frozen_adapters(transformer, model.adapters)
     lora = model.lora if fresh else model.lora.model_copy(update={"continue_from": None})
