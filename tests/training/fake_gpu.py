@@ -144,8 +144,9 @@ class Device(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if tensors and not any(isinstance(value, FakeTensor) for value in tensors) and name != "_to_copy":
-            with unset_fake_temporarily():  # of random draws, which are real
+        fakes = [value for value in tensors if isinstance(value, FakeTensor)]
+        if tensors and not fakes and (kwargs or {}).get("device") != GPU:
+            with unset_fake_temporarily():  # random draws and host memory are real
                 return func(*args, **(kwargs or {}))
         if name == "_local_scalar_dense":
             if args[0].device == GPU:
