@@ -410,6 +410,9 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(
         0, description="Seed of sample order, noise, dropout and initial weights: equal seeds give equal runs."
     )
+    deterministic: bool = Field(
+        False, description="Let a GPU compute the same bits in equal runs; slower. A CPU always does."
+    )
     output_dir: LocalPath = Field("runs/edit", description="Where to write checkpoints, metrics and samples.")
     checkpoint_every: Count = Field(500, description="Steps between checkpoints; the last step always has one.")
     keep_last: Count | None = Field(None, description="Keep this many of the latest checkpoints; null: all.")

@@ -18,7 +18,7 @@ from qie.pretrained import PretrainedModel
 from qie.training import checkpoint
 from qie.training.checkpoint_folders import checkpoints, find_resume, remove_leftovers, remove_old
 from qie.training.memory import explained_memory, plan_memory, tell_memory
-from qie.training.processes import stop_requested
+from qie.training.processes import deterministic, stop_requested
 from qie.training.reporting.card import Reporter, read_run, write_run
 from qie.training.reporting.metrics import MetricsFile, StepMetrics, Validation
 from qie.training.reporting.trackers import Trackers
@@ -95,7 +95,7 @@ def train(
             remove_leftovers(output_dir)
         setup = plan_memory(config, pretrained, stream, accelerator)
         tell_memory(setup, accelerator.device, listener.say)
-        with explained_memory(setup):
+        with explained_memory(setup), deterministic() if config.train.deterministic else nullcontext():
             run = Run(config, pretrained, stream, accelerator, resume_from)
             for line in unheeded(config, run.steps, masked=stream.samples.masked):
                 listener.say(line)

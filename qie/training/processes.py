@@ -1,4 +1,4 @@
-"""The processes of a run, one or a group of torchrun or accelerate launch: how they start, and agree to stop."""
+"""The processes of a run, one or a group of torchrun or accelerate launch: how they start, compute and stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from qie.config import Config
-from qie.errors import UsageError
+from qie.errors import ConfigError, QieError, UsageError
 from qie.training.reporting.trackers import require_trackers
 
 _START = "start several processes with torchrun or accelerate launch; for one, unset WORLD_SIZE and LOCAL_RANK"
@@ -28,6 +28,8 @@ def open_accelerator(config: Config) -> Accelerator:
         UsageError: the processes that were started do not find each other.
     """
     require_trackers(config.logging.report_to)
+    if config.train.deterministic:
+        require_determinism(config)
     sharding = None
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and config.train.mixed_precision == "bf16":
         # accelerate's own policy would add up gradients in bfloat16; DDP adds those of a LoRA in float32.
@@ -58,6 +60,67 @@ def open_accelerator(config: Config) -> Accelerator:
             hint=_START,
         )
     return accelerator
+
+
+_WORKSPACES = ":4096:8", ":16:8"
+_DETERMINISTIC_ATTENTION = None, "native", "_native_flash", "_native_efficient", "_native_math"
+
+
+def require_determinism(config: Config) -> None:
+    """Let cuBLAS have a workspace of its own for each stream, which it asks for once, when it starts.
+
+    Raises:
+        ConfigError: the attention backend promises nothing: it is another program, or cuDNN's.
+        UsageError: the environment asks for another workspace.
+    """
+    backend = config.model.attention_backend
+    if backend not in _DETERMINISTIC_ATTENTION:
+        raise ConfigError(
+            "the attention backend may compute other bits in an equal run",
+            where="model.attention_backend",
+            expected=f"null, {', '.join(filter(None, _DETERMINISTIC_ATTENTION))}, or train.deterministic: false",
+            found=backend,
+        )
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", _WORKSPACES[0])
+    if workspace not in _WORKSPACES:
+        raise UsageError(
+            "cuBLAS may compute other bits in an equal run",
+            where="CUBLAS_WORKSPACE_CONFIG",
+            expected=f"{' or '.join(_WORKSPACES)}, or unset",
+            found=workspace,
+        )
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """A context in which torch takes kernels that give the same bits each time; after `require_determinism`.
+
+    torch's attention then takes FlashAttention or the memory-efficient kernels, whose backward pass adds in one order,
+    and leaves out cuDNN's.
+
+    Raises:
+        QieError: an operation has no such kernel; names it.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled, torch.utils.deterministic.fill_uninitialized_memory = (  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        False,  # nothing here reads what it has not written
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise QieError(
+            "an operation has no kernel that gives the same bits each time",
+            where="train.deterministic",
+            found=str(error).partition(".")[0],
+            hint="set it to false",
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 @contextmanager
