@@ -7,10 +7,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from qie.config import Config
@@ -18,6 +19,11 @@ from qie.errors import ConfigError, QieError, UsageError
 from qie.training.reporting.trackers import require_trackers
 
 _START = "start several processes with torchrun or accelerate launch; for one, unset WORLD_SIZE and LOCAL_RANK"
+
+
+PATIENCE = timedelta(hours=6)
+"""How long a process waits for the others: while the main one writes 245 GB and hashes them, or, with --follow, while
+one waits for a shard. torch's 10 minutes end such a run. When a process dies, its launcher ends the others at once."""
 
 
 def open_accelerator(config: Config) -> Accelerator:
@@ -39,8 +45,11 @@ def open_accelerator(config: Config) -> Accelerator:
         accelerator = Accelerator(
             # Else, on a machine without a GPU, each process that torchrun starts would train alone.
             cpu=not torch.accelerator.is_available(),
-            # The last block's text stream feeds nothing: adapters on it never get a gradient, for which DDP would wait.
-            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+            kwargs_handlers=[
+                # The last block's text stream feeds nothing: adapters on it never get a gradient, and DDP would wait.
+                DistributedDataParallelKwargs(find_unused_parameters=True),
+                InitProcessGroupKwargs(timeout=PATIENCE),
+            ],
             mixed_precision=config.train.mixed_precision,
             fsdp_plugin=sharding,
             log_with=config.logging.report_to or None,

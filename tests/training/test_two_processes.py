@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from qie.config import Config
 from qie.devices import resolve_device
 from qie.errors import UsageError
 from qie.training.processes import open_accelerator
-from tests.conftest import ROOT
+from tests.conftest import ROOT, forget_accelerate
 from tests.training.ranks import LIMIT_S, Ranks
 from tests.training.runs import Bench, checkpoint
 
@@ -99,6 +100,21 @@ def test_processes_that_do_not_find_each_other_are_refused(monkeypatch: pytest.M
         open_accelerator(config)
     assert (caught.value.where, caught.value.found) == ("WORLD_SIZE", 1)
     assert "torchrun" in str(caught.value.hint)
+
+
+def test_processes_wait_while_the_main_one_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[timedelta] = []
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *_, **how: waits.append(how["timeout"]) or 1 / 0
+    )
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    forget_accelerate()
+    with pytest.raises(ZeroDivisionError):
+        open_accelerator(Config.model_validate({"model": {"pretrained_model_name_or_path": "any"}}))
+    forget_accelerate()
+    slowly = 2 * 245e9 / 50e6  # bytes of all weights and AdamW's state, written and hashed at 50 MB/s
+    assert [wait.total_seconds() >= slowly for wait in waits] == [True]
 
 
 @pytest.mark.parametrize(
