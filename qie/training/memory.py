@@ -22,6 +22,8 @@ from qie.training.model.lora import add_lora
 
 # Bytes of a quantised weight. nf4 has an 8-bit scale for each 64 weights; the others have one for each row.
 _QUANTIZED_BYTES: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 1 / 64}
+# Bytes of such a weight while its layer computes: once or twice in float32, and in the dtype that it computes in.
+_RESTORED_BYTES: dict[Quantization, int] = {"fp8": 10, "int8": 6, "nf4": 2}
 # State of a trained weight, in copies of it, by the name of the optimizer's class; an unknown one counts as AdamW.
 _STATES = {"SGD": 1, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0, "Muon": 1, "Prodigy": 4}
 _CONTEXT_BYTES = 1 << 30
@@ -239,6 +241,8 @@ def estimate(setup: Setup) -> Estimate:
     activations = casts + checkpointed * tokens * setup.value_bytes + (blocks - checkpointed) * kept + recomputed
     # The MLP's values and their gradients, or queries in float32: about so many numbers of the width for each token.
     intermediate = (12.0 if setup.all_trained else 8.0) * tokens * setup.value_bytes
+    if setup.quantize:
+        intermediate += _RESTORED_BYTES[setup.quantize] * 4 * setup.architecture.width**2  # the MLP's, the largest
     stays = setup.accumulates or setup.processes > 1
     # torch's optimizers work on all weights at once, when activations are freed.
     step = trained / parts if setup.optimizer_bytes > 2 else 0.0

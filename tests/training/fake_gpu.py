@@ -107,6 +107,7 @@ class Measured:
         syncs: operations for which the host waits, in order, with the functions that asked for them.
         forward_flop, backward_flop: as torch counts; attention_flop: those of attention, forward and not again.
         kept, peak: bytes on the device after the forward pass, and at most.
+        loaded: bytes on the device at most while the model was loaded.
         before: bytes on the device before the step: weights, optimizer, batch.
         estimated: qie's own numbers, by name.
     """
@@ -117,6 +118,7 @@ class Measured:
     forward_flop: int = 0
     backward_flop: int = 0
     attention_flop: int = 0
+    loaded: int = 0
     before: int = 0
     kept: int = 0
     peak: int = 0
@@ -266,10 +268,11 @@ def measure(case: Case, folder: Path) -> Measured:
     setup = plan_memory(config, pretrained, stream, accelerator)
     with fake_gpu() as device, mock.patch.object(QwenImageTransformer2DModel, "from_pretrained", read):
         run = Run(config, pretrained, stream, accelerator)
+        loaded = device.peak
         run.batches = prepared(case, run)
         for _ in range(case.steps):
             found = step(run, device)
-        return estimated(found, setup, case)
+        return replace(estimated(found, setup, case), loaded=loaded)
 
 
 def columns(case: Case) -> SimpleNamespace:

@@ -14,6 +14,7 @@ from tests.training.fake_gpu import Case, Measured, build_belief, measured
 PLUS = {"controls": (1024, 1024, 1024), "zero_cond_t": True}
 FOUR = {"text_tokens": (1400, 1408, 1390, 1408)}
 WHOLE = {"train.gradient_checkpointing": False}
+FP8 = {"model.quantize": "fp8"}
 ALL = {"model.lora": None}
 CASES = {
     "edit": Case(),
@@ -23,6 +24,10 @@ CASES = {
     "edit, four samples, nothing recomputed": Case(WHOLE, **FOUR),
     "edit_plus": Case(**PLUS),
     "edit_plus, four samples": Case(**PLUS, **FOUR),
+    "edit, fp8": Case(FP8),
+    "edit, fp8, nothing recomputed": Case(FP8 | WHOLE),
+    "edit, fp8, offloaded": Case(FP8 | {"train.offload_blocks": "all"}, blocks=4),
+    "edit_plus, int8, four samples": Case({"model.quantize": "int8"}, **PLUS, **FOUR),
     # From four blocks on, the optimizer's step takes most, as with sixty.
     "all weights": Case(ALL, blocks=4),
     "all weights, nothing recomputed": Case(ALL | WHOLE, blocks=4),
@@ -81,3 +86,10 @@ def test_a_step_takes_as_much_memory_as_qie_estimates(steps, name: str) -> None:
     parts = ("weights", "gradients", "optimizer", "activations", "workspace")
     told = at_sixty(steps[name], lambda found: sum(found.estimated[part] for part in parts) - CONTEXT)
     assert told == pytest.approx(at_sixty(steps[name], lambda found: found.peak), rel=0.02)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_is_loaded_without_taking_more_than_it_will_and_two_of_its_layers(steps, name: str) -> None:
+    largest = 18 * 3072**2  # weights of a modulation, in float32 and again as it is rounded
+    for found in steps[name]:
+        assert found.loaded <= found.before + 3 * 4 * largest

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,21 @@ def test_layers_of_blocks_to_be_offloaded_leave_the_device_one_by_one(tiny_edit:
     )
     stay = [(layer, "cuda") for layer in first if layer is not transformer.transformer_blocks[0].img_mod[1]]
     assert moves == stay + [(layer, where) for layer in second for where in ("cuda", "cpu")]
+
+
+def test_only_one_layer_is_in_full_precision_on_the_device(tiny_edit: Path, monkeypatch) -> None:
+    transformer = transformer_of(tiny_edit, torch.bfloat16)
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def make(linear: torch.nn.Linear) -> torch.nn.Module:
+        alive.append(sum(weight() is not None for weight in made))
+        made.append(weakref.ref(linear.weight))
+        return torch.nn.Identity()
+
+    monkeypatch.setattr(quantize_module, "_layer_maker", lambda _: make)
+    quantize_blocks(transformer, "fp8", CPU)
+    assert len(alive) == 27 and max(alive) <= 1, "the one before has just been replaced"
 
 
 def test_blocks_of_a_lora_hand_on_the_dtype_of_the_base_and_autocast_is_off(tiny_edit: Path, kind, batch) -> None:
@@ -153,6 +169,8 @@ def test_an_adapter_gets_the_gradients_that_the_restored_weights_give_and_none_o
     kept: list[torch.Size] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if "torchao" in type(tensor).__module__:
+            return tensor  # the weight as it is stored
         weight = tensor.ndim == 2 and tensor.is_floating_point() and {tensor.shape, tensor.T.shape} & shapes
         if weight and tensor.data_ptr() not in mine:
             kept.append(tensor.shape)

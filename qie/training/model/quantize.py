@@ -39,7 +39,9 @@ def quantize_blocks(
         ConfigError: the library for this format is missing.
     """
     make = _layer_maker(quantize)
-    for name, linear in list(_linears(transformer)):
+    # By their names: a list of the layers would keep those that are replaced, in full precision and on the device.
+    for name in [name for name, _ in _linears(transformer)]:
+        linear = transformer.get_submodule(name)
         layer = make(linear if device is None else linear.to(device))
         offloaded = device is not None and int(name.split(".")[1]) in in_host_memory
         transformer.set_submodule(name, layer.cpu() if offloaded else layer)
@@ -67,13 +69,15 @@ class ScaledLinear(torch.nn.Linear):
 class _RestoredProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.weight = weight
+        # By torch's own way: from a checkpointed block's forward pass it keeps nothing, offloaded weights above all.
+        ctx.save_for_backward(weight)
         return torch.nn.functional.linear(input, weight.dequantize(), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = gradients
-        return gradient @ ctx.weight.dequantize().to(gradient.dtype), None, None
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight.dequantize().to(gradient.dtype), None, None
 
 
 def _linears(transformer: QwenImageTransformer2DModel) -> Iterator[tuple[str, torch.nn.Linear]]:
