@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -37,7 +38,7 @@ class Parameters:
         trained, frozen: altogether.
         matrices: the frozen ones in matrices of blocks: these are quantised, and can be offloaded.
         image_inputs, text_inputs: the summed widths of the inputs that a block's adapters keep, on either stream:
-            query, key and value have one together.
+            query, key and value have one together, but for dropout.
         image_outputs, text_outputs: the same of adapters on the attention's output, which is kept anyway; in a batch of
             several samples they keep a copy of their stream's part.
     """
@@ -56,18 +57,30 @@ class Parameters:
         everything, blocks = list(transformer.parameters()), transformer.transformer_blocks
         widths: dict[str, dict[str, int]] = {}
         for name, module in blocks[0].named_modules():
-            # Modulation takes one token a sample.
-            if hasattr(module, "lora_A") and "_mod." not in name:
+            if hasattr(module, "lora_A"):
                 text = name.startswith("txt_") or name.rpartition(".")[2].startswith(("add_", "to_add_"))
-                kind = "outputs" if re.search(r"attn\.to_(add_)?out", name) else "inputs"
-                shared = re.sub(r"(to|add)_[qkv](_proj)?$", "qkv", name)
-                widths.setdefault(f"{'text' if text else 'image'}_{kind}", {})[shared] = module.in_features
+                kind, owner, width = _kept_by_adapter(name, module)
+                widths.setdefault(f"{'text' if text else 'image'}_{kind}", {})[owner] = width
         return cls(
             trained=sum(weight.numel() for weight in everything if weight.requires_grad),
             frozen=sum(weight.numel() for weight in everything if not weight.requires_grad),
             matrices=sum(w.numel() for w in blocks.parameters() if not w.requires_grad and w.ndim > 1),
             **{which: sum(found.values()) for which, found in widths.items()},
         )
+
+
+def _kept_by_adapter(name: str, layer: Any) -> tuple[str, str, int]:
+    """The kind of what an adapter keeps, whose it is, and its width in a block's numbers of 2 bytes."""
+    if "_mod." in name:
+        # Of a token itself nothing; but what two trained scales and gates multiply.
+        return "inputs", name, 4 * layer.in_features
+    if layer.lora_variant:
+        # A DoRA: its input and its product in float32, and the base's product.
+        return "inputs", name, 2 * layer.in_features + 3 * layer.out_features
+    if any(isinstance(dropout, torch.nn.Dropout) for dropout in layer.lora_dropout.values()):
+        return "inputs", name, layer.in_features * 3 // 2  # what is left of the input, and where
+    kind = "outputs" if re.search(r"attn\.to_(add_)?out", name) else "inputs"
+    return kind, re.sub(r"(to|add)_[qkv](_proj)?$", "qkv", name), int(layer.in_features)
 
 
 def optimizer_bytes(class_path: str, trained_bytes: int) -> float:

@@ -14,6 +14,7 @@ from tests.training.fake_gpu import Case, Measured, build_belief, measured
 PLUS = {"controls": (1024, 1024, 1024), "zero_cond_t": True}
 FOUR = {"text_tokens": (1400, 1408, 1390, 1408)}
 WHOLE = {"train.gradient_checkpointing": False}
+OTHERS = ["to_q", "img_mlp.net.2", "txt_mlp.net.0.proj", "to_add_out", "img_mod.1"]
 FP8 = {"model.quantize": "fp8"}
 ALL = {"model.lora": None}
 CASES = {
@@ -28,6 +29,9 @@ CASES = {
     "edit, fp8, nothing recomputed": Case(FP8 | WHOLE),
     "edit, fp8, offloaded": Case(FP8 | {"train.offload_blocks": "all"}, blocks=4),
     "edit_plus, int8, four samples": Case({"model.quantize": "int8"}, **PLUS, **FOUR),
+    "DoRA, nothing recomputed": Case(WHOLE | {"model.lora": {"use_dora": True}}),
+    "dropout, nothing recomputed": Case(WHOLE | {"model.lora": {"lora_dropout": 0.1}}),
+    "other targets, nothing recomputed": Case(WHOLE | {"model.lora": {"r": 16, "target_modules": OTHERS}}),
     # From four blocks on, the optimizer's step takes most, as with sixty.
     "all weights": Case(ALL, blocks=4),
     "all weights, nothing recomputed": Case(ALL | WHOLE, blocks=4),

@@ -171,7 +171,7 @@ def test_parameters_are_counted_without_loading(tiny_edit: Path, tmp_path: Path)
         transformer.add_adapter(LoraConfig(r=4, target_modules=targets))
     assert Parameters.of(empty) == Parameters.of(loaded)
     width = Architecture.of(empty.config).width
-    assert (Parameters.of(empty).image_inputs, Parameters.of(empty).text_inputs) == (5 * width, 5 * width)
+    assert (Parameters.of(empty).image_inputs, Parameters.of(empty).text_inputs) == (9 * width, 5 * width)
     assert (Parameters.of(empty).image_outputs, Parameters.of(empty).text_outputs) == (0, width)
 
     (tmp_path / "transformer").mkdir()
