@@ -129,7 +129,7 @@ def measured(cases: Sequence[Case], model: Path, library: Path) -> list[Measured
     """Run `measure` on each case, in another process. `model` is a folder whose transformer's config is overwritten."""
     words = [sys.executable, "-m", __name__, str(model), json.dumps([asdict(case) for case in cases])]
     environment = os.environ | {"LD_PRELOAD": str(library)}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=500, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return [Measured(**found) for found in json.loads(done.stdout.splitlines()[-1])]
 

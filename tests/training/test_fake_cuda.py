@@ -62,38 +62,42 @@ def at_sixty(pair: tuple[Measured, Measured], number: Callable[[Measured], float
     return fewer + (60 - pair[0].blocks) * (more - fewer)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_host_waits_for_the_device_only_to_read_the_loss_and_the_norm_of_its_gradient(steps, name: str) -> None:
-    expected = ([PLACES] if "plus" in name else []) + ([MASK] if "four" in name else []) + LOSS
-    assert [found.syncs for found in steps[name]] == [expected, expected]
+def test_the_host_waits_for_the_device_only_to_read_the_loss_and_the_norm_of_its_gradient(steps) -> None:
+    expected = {
+        name: ([PLACES] if "plus" in name else []) + ([MASK] if "four" in name else []) + LOSS for name in CASES
+    }
+    for found in zip(*steps.values(), strict=True):
+        assert {name: step.syncs for name, step in zip(CASES, found, strict=True)} == expected
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_blocks_hand_on_bfloat16_and_the_loss_is_float32(steps, name: str) -> None:
-    for found in steps[name]:
-        assert found.stream["block"] == ["torch.bfloat16"] and found.stream["loss"] == ["torch.float32"]
-        assert found.stream["prediction"] == ["torch.float32" if "all weights" in name else "torch.bfloat16"]
+def test_blocks_hand_on_bfloat16_and_the_loss_is_float32(steps) -> None:
+    for name, pair in steps.items():
+        prediction = "float32" if "all weights" in name else "bfloat16"
+        expected = {"block": ["torch.bfloat16"], "prediction": [f"torch.{prediction}"], "loss": ["torch.float32"]}
+        assert [found.stream for found in pair] == [expected, expected], name
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_computes_what_qie_counts(steps, name: str) -> None:
+def test_a_step_computes_what_qie_counts(steps) -> None:
     """But for the scores, which fused attention computes again in its backward pass: one more of its two products."""
-    for part in ("forward", "backward"):
-        counted = at_sixty(steps[name], lambda found, part=part: getattr(found, f"{part}_flop"))
-        scores = at_sixty(steps[name], lambda found: found.attention_flop) / 2 if part == "backward" else 0
-        told = at_sixty(steps[name], lambda found, part=part: found.estimated[f"{part}_flop"])
-        assert told == pytest.approx(counted - scores, rel=0.01)
+
+    def counted(found: Measured) -> int:
+        return found.backward_flop - found.attention_flop // 2
+
+    for part, count in (("forward_flop", lambda found: found.forward_flop), ("backward_flop", counted)):
+        told = {name: at_sixty(pair, lambda found: found.estimated[part]) for name, pair in steps.items()}  # noqa: B023
+        assert told == pytest.approx({name: at_sixty(pair, count) for name, pair in steps.items()}, rel=0.01)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_takes_as_much_memory_as_qie_estimates(steps, name: str) -> None:
-    parts = ("weights", "gradients", "optimizer", "activations", "workspace")
-    told = at_sixty(steps[name], lambda found: sum(found.estimated[part] for part in parts) - CONTEXT)
-    assert told == pytest.approx(at_sixty(steps[name], lambda found: found.peak), rel=0.02)
+def test_a_step_takes_as_much_memory_as_qie_estimates(steps) -> None:
+    def told(found: Measured) -> float:
+        parts = ("weights", "gradients", "optimizer", "activations", "workspace")
+        return sum(found.estimated[part] for part in parts) - CONTEXT
+
+    taken = {name: at_sixty(pair, lambda found: found.peak) for name, pair in steps.items()}
+    assert {name: at_sixty(pair, told) for name, pair in steps.items()} == pytest.approx(taken, rel=0.02)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_model_is_loaded_without_taking_more_than_it_will_and_two_of_its_layers(steps, name: str) -> None:
+def test_a_model_is_loaded_without_taking_more_than_it_will_and_some_copies_of_a_layer(steps) -> None:
     largest = 18 * 3072**2  # weights of a modulation, in float32 and again as it is rounded
-    for found in steps[name]:
-        assert found.loaded <= found.before + 3 * 4 * largest
+    for name, pair in steps.items():
+        assert all(found.loaded <= found.before + 3 * 4 * largest for found in pair), name
