@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -97,6 +98,12 @@ def forget_accelerate() -> None:
 def _one_run_per_process():
     yield
     forget_accelerate()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("qie-")] == []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

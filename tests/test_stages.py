@@ -28,13 +28,6 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("qie-")]
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    assert threads() == []
-    yield
-    assert threads() == []
-
-
 def three(workers: int = 1, **works) -> Stages:
     return Stages(*(Stage(name, works.get(name, lambda item: item), workers) for name in ("first", "middle", "last")))
 

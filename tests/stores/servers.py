@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +12,11 @@ import pytest
 
 from qie.errors import QieError
 
-SOON_S = 15
-"""On a busy machine, too; a store that is tried again, or waited for, takes the 30 s or 60 s of `without_clouds`."""
-
 
 def failure(act) -> QieError:
-    """The one clear error that `act` ends in, soon."""
-    began = time.monotonic()
+    """The one clear error that `act` ends in, without a second try: that would take longer than a test may."""
     with pytest.raises(QieError) as error:
         act()
-    assert time.monotonic() - began < SOON_S
     assert error.value.where
     assert "\n" not in str(error.value.found) and len(str(error.value.found)) <= 300
     assert "Debug source" not in str(error.value) and "secret" not in str(error.value)
