@@ -159,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _any
 
     def _ask(self, request: bytes) -> tuple[int, list[tuple[str, str]], bytes, int]:
-        upstream = http.client.HTTPConnection(*self.server.proxy.upstream, timeout=30)
+        upstream = http.client.HTTPConnection(*self.server.proxy.upstream, timeout=200)
         try:
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():

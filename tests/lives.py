@@ -35,7 +35,7 @@ class Lives:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._warden.communicate(timeout=60)
+        self._warden.communicate(timeout=200)
 
     def live(
         self,

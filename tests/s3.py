@@ -72,5 +72,5 @@ def without_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def request(endpoint: str, path: str, method: str) -> None:
-    with urllib.request.urlopen(urllib.request.Request(endpoint + path, method=method), timeout=10):
+    with urllib.request.urlopen(urllib.request.Request(endpoint + path, method=method), timeout=200):
         pass

@@ -18,7 +18,7 @@ from qie.encode.encoder import Memo
 from qie.shards.record import encode
 from qie.types import Augment, Row
 
-TIMEOUT_S = 20
+TIMEOUT_S = 100
 
 
 BUDGET = 10

@@ -211,12 +211,12 @@ def child(web: Web, root: Path) -> subprocess.Popen[str]:
 
 def test_two_processes_fetch_a_tar_once(web: Web, root: Path) -> None:
     both_run = threading.Event()
-    web.serve = lambda name, content: content if both_run.wait(60) else b""
+    web.serve = lambda name, content: content if both_run.wait(200) else b""
 
     with ThreadPoolExecutor(1) as pool:
         theirs, ours = child(web, root), pool.submit(web.fetch, ShardCache(root, BIG))
         both_run.set()
-        said = theirs.communicate(timeout=60)[0].strip()
+        said = theirs.communicate(timeout=200)[0].strip()
 
     assert said == str(ours.result()) and ours.result().read_bytes() == web.content()
     assert web.fetches() in (STEMS[:1], STEMS[:1] * -(-size_of(web) // 1000)), "by one, in its parts"
@@ -273,14 +273,14 @@ def test_a_process_that_is_killed_in_the_middle_leaves_nothing_wrong(web: Web, r
     def serve(name: str, content: bytes) -> bytes:
         if len(web.asked) > parts and not killed.is_set():
             reached.set()
-            killed.wait(60)
+            killed.wait(200)
         return content
 
     web.serve = serve
     process = child(web, root)
-    assert reached.wait(60)
+    assert reached.wait(200)
     process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    process.wait(200)
     if process.stdout:
         process.stdout.close()
     killed.set()
@@ -353,10 +353,10 @@ def test_two_threads_that_notice_the_same_damage_both_get_the_sample(
     forget = Tar.forget_copy
 
     def together(self: Tar, *arguments: object) -> bool:
-        both_read.wait(30)
+        both_read.wait(200)
         with one_at_a_time:
             dropped = forget(self, *arguments)
-        both_dropped.wait(30)
+        both_dropped.wait(200)
         return dropped
 
     monkeypatch.setattr(Tar, "forget_copy", together)

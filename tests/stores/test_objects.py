@@ -95,7 +95,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_forked_process_is_told_instead_of_waiting_for_ever(s3: S3) -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, s3.url], cwd=ROOT, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK, s3.url], cwd=ROOT, timeout=250, check=False)
     assert done.returncode == 7
 
 

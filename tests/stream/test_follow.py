@@ -85,7 +85,7 @@ def test_it_waits_for_a_shard_that_is_not_there_yet(whole: Path, tmp_path: Path)
     stream.samples.alive = asked.set
 
     def write_when_asked() -> None:
-        assert asked.wait(30)
+        assert asked.wait(200)
         write(growing, (16, 60))
 
     writer = threading.Thread(target=write_when_asked)

@@ -170,7 +170,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_for(port: int, process: subprocess.Popen, errors: Path, limit_s: float = 60) -> None:
+def wait_for(port: int, process: subprocess.Popen, errors: Path, limit_s: float = 200) -> None:
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         assert process.poll() is None, errors.read_text()

@@ -43,7 +43,7 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._warden.communicate(timeout=60)
+        self._warden.communicate(timeout=200)
 
     def train(self, words: list[str], log: Path, *, sharded: bool) -> None:
         """Run qie-train in both ranks, which have to end well."""
