@@ -367,7 +367,7 @@ def write_aside(value: object, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fit and train the small model's VAE on photographs.")
     parser.add_argument("work", metavar="WORK", type=Path, help="folder with photographs/; vae/ is written into it")
-    parser.add_argument("--steps", type=int, default=12_000, help="training steps altogether (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3500, help="training steps altogether (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="of torch (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args(arguments)

@@ -1,18 +1,18 @@
 """Make the small Qwen-Image-Edit that has learnt: from photographs to a model that follows a dozen instructions.
 
-    python tools/train_small_model.py STEP WORK [options]
+    python tools/train_small_model.py WORK [--only STEP] [--device cuda:0]
 
-Work in progress: `finish` and `measure` have not run yet, and the transformer has had short trials only.
+WORK/packages holds unpacked Debian packages of photographs (see PACKAGES). Hours on two cores; whatever is there is not
+made again, and a training that was stopped goes on. The steps, in order:
 
-The steps, in order:
-
-    photographs   WORK/packages, unpacked Debian packages, to WORK/photographs
-    (the VAE      python tools/small_vae.py WORK)
-    model         WORK/model: the VAE, a random text encoder, and a transformer that begins by copying the control
-    rows          WORK/rows: crops of the photographs, edited, with instructions
-    (pre-training qie-precompute and qie-train with configs/small_model.yaml)
-    finish        WORK/model with the trained transformer, in FP16, to --out
-    measure       PSNR of each edit on photographs kept out, as a table
+    photographs  WORK/photographs, from WORK/packages
+    vae          WORK/vae, fitted and trained by tools/small_vae.py
+    rows         WORK/rows: crops of the photographs, edited, with instructions
+    model        WORK/start: the VAE, a random text encoder, and a transformer that begins by copying the control
+    small        WORK/run128: the transformer trained with configs/small_model.yaml, at 128²
+    large        WORK/run256: trained on at 256²
+    finish       WORK/small: the model that has learnt, in FP16
+    measure      WORK/measured.json: PSNR of each edit on photographs kept out; WORK/curves.png and edits.jpg
 """
 
 # ruff: noqa: E402 - what libraries say while they are imported is silenced before that
@@ -25,6 +25,7 @@ import random
 import re
 import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,14 +37,22 @@ from qie.quiet_libraries import quiet_imports, quiet_libraries
 quiet_imports()
 import diffusers
 import make_tiny_model as tiny
+import matplotlib
+
+matplotlib.use("Agg")
 import numpy as np
 import small_vae
 import torch
-from make_photo_edits import COOL, WARM, crop_centre
+from make_photo_edits import COOL, WARM, crop_centre, photo_folder
+from matplotlib import pyplot
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 
+from qie.training.reporting.metrics import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED, ROWS, VAE_STEPS, TRIALS = 0, 14_000, 3500, 64
 TEXT_WIDTH = 64
 MOST_TEXT_PIXELS = 112 * 112  # 16 image tokens: random vision features are worth no more
 HEADS, HEAD_WIDTH, LAYERS, AXES = 5, 32, 4, (8, 12, 12)
@@ -338,86 +347,195 @@ def _posterior(model: Any) -> None:
         linear.weight[rows], linear.bias[rows] = fitted[:-1], fitted[-1]
 
 
-# The model when it has learnt
+# Training, by qie itself
 
 
-def finish(work: Path, checkpoint: Path, out: Path) -> None:
-    """Write the model with a checkpoint's transformer and the VAE as it is now, all weights in FP16."""
-    if out.exists():
-        raise SystemExit(f"{out} exists: name a new folder")
-    shutil.copytree(work / "model", out, ignore=shutil.ignore_patterns("transformer", "vae"))
+@dataclass(frozen=True)
+class Stage:
+    """A training of all weights with configs/small_model.yaml, and what differs from it."""
+
+    side_px: int
+    rows: int
+    steps: int
+    rate: float
+
+    def checkpoint(self, work: Path) -> Path:
+        """Where its last averaged weights are."""
+        return work / f"run{self.side_px}" / f"checkpoint-{self.steps:06d}" / "ema"
+
+
+SMALL, LARGE = Stage(128, ROWS, 8000, 1e-3), Stage(256, 2000, 800, 3e-4)
+
+
+def train(work: Path, model: Path, stage: Stage, device: str) -> Path:
+    """Encode rows and train the transformer of a model with qie's own commands; gives the checkpoint."""
+    checkpoint = stage.checkpoint(work)
+    run = checkpoint.parents[1]
+    values = {
+        "model.pretrained_model_name_or_path": model,
+        "data.source": work / "rows",
+        "data.area_px": stage.side_px**2,
+        "cache.cache_dir": work / f"shards{stage.side_px}",
+        "cache.vae_encoder_device": device,
+        "cache.text_encoder_device": device,
+        "train.output_dir": run,
+        "train.max_steps": stage.steps,
+        "optimizer.init_args.lr": stage.rate,
+    }
+    words = ["--config", str(ROOT / "configs" / "small_model.yaml")]
+    words += [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    resume = ["--resume", "latest"] if any(run.glob("checkpoint-*")) else []
+    shards_alone = ["--set", "data.source=null"]  # the other rows are not to be encoded live
+    for command, *more in (["precompute", "--end-idx", str(stage.rows)], ["train", *shards_alone, *resume]):
+        subprocess.run([sys.executable, "-m", f"qie.cli.{command}", *words, *more], check=True)
+    return checkpoint
+
+
+def with_transformer(work: Path, checkpoint: Path, out: Path) -> None:
+    """The start's model with a checkpoint's transformer and the VAE as it is now."""
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(work / "start", out, ignore=shutil.ignore_patterns("transformer", "vae"))
     shutil.copytree(checkpoint / "transformer", out / "transformer")
     save_vae(work, out / "vae")
-    for file in out.rglob("*.safetensors"):
+
+
+def to_fp16(model: Path) -> int:
+    """Store all weights in FP16; gives their bytes."""
+    files = sorted(model.rglob("*.safetensors"))
+    for file in files:
         weights = {name: weight.half() for name, weight in load_file(file).items()}
         save_file(weights, file, metadata={"format": "pt"})
-    size = sum(file.stat().st_size for file in out.rglob("*.safetensors"))
-    print(f"wrote {out}: {size / 1e6:.1f} MB of weights")
+    return sum(file.stat().st_size for file in files)
 
 
-def measure(model: Path, files: Sequence[Path], steps: int, rows: int, transformer: Path | None) -> dict[str, Any]:
-    """PSNR of each edit, and how often darken and brighten are told apart, on central squares of `files`."""
-    from qie.config import Config
-    from qie.from_config import open_predictor
+# What it has learnt
 
-    config = Config.model_validate(
-        {"model": {"pretrained_model_name_or_path": str(model)}, "data": {"area_px": SIDE_PX * SIDE_PX}}
-    )
-    predictor = open_predictor(config, transformer=transformer)
-    squares = [small_vae.central_square(file, SIDE_PX) for file in files[:rows]]
 
-    def edited(square: Image.Image, name: str, seed: int) -> Image.Image:
-        prompt = EDITS[name].instructions[seed % len(EDITS[name].instructions)]
-        return predictor.generate([square], prompt, steps=steps, cfg=1.0, seed=seed)
+class Editor:
+    """The finished model on squares of SIDE_PX, with the instructions that it was trained on."""
 
-    def similarity(found: Image.Image, expected: Image.Image) -> float:
-        return float(small_vae.psnr(small_vae.pixels([found]), small_vae.pixels([expected])))
+    def __init__(self, model: Path, steps: int = 10) -> None:
+        from qie.config import Config
+        from qie.from_config import open_predictor
 
+        sections = {
+            "model": {"pretrained_model_name_or_path": str(model)},
+            "data": {"area_px": SIDE_PX * SIDE_PX, "allow_tiny": True},
+        }
+        self._predictor, self._steps = open_predictor(Config.model_validate(sections)), steps
+
+    def edited(self, square: Image.Image, name: str, number: int) -> Image.Image:
+        """By the edit's `number`-th instruction, from noise of its own."""
+        prompt = EDITS[name].instructions[number % len(EDITS[name].instructions)]
+        return self._predictor.generate([square], prompt, steps=self._steps, cfg=1.0, seed=number)
+
+
+def similarity(found: Image.Image, expected: Image.Image) -> float:
+    return float(small_vae.psnr(small_vae.pixels([found]), small_vae.pixels([expected])))
+
+
+def measure(editor: Editor, squares: Sequence[Image.Image], trials: int) -> dict[str, Any]:
+    """PSNR of each edit, and how often darken and brighten are told apart, half of the trials with either.
+
+    A trial counts if the image is nearer to what was asked for than to the opposite.
+    """
     table: dict[str, Any] = {}
-    told_apart = []
     for name, edit in EDITS.items():
-        scores, copied = [], []
-        for seed, square in enumerate(squares):
-            found = edited(square, name, seed)
-            scores.append(similarity(found, edit.apply(square)))
-            copied.append(similarity(square, edit.apply(square)) if name != "identity" else float("inf"))
-            if name in ("darker", "brighter"):
-                other = EDITS["brighter" if name == "darker" else "darker"].apply(square)
-                told_apart.append(scores[-1] > similarity(found, other))
-        table[name] = {"psnr": float(np.mean(scores)), "unedited": float(np.mean(copied))}
-        print(f"{name:<16} {table[name]['psnr']:6.2f} dB (unedited {table[name]['unedited']:.2f})", flush=True)
-    table["told apart"] = f"{sum(told_apart)} of {len(told_apart)}"
-    print(f"darken and brighten told apart: {table['told apart']}")
+        expected = [edit.apply(square) for square in squares]
+        pairs = list(zip(squares, expected, strict=True))
+        found = [similarity(editor.edited(square, name, number), one) for number, (square, one) in enumerate(pairs)]
+        unedited = [similarity(square, one) for square, one in pairs]
+        table[name] = {"psnr": float(np.mean(found)), "unedited": float(np.mean(unedited))}
+        print(f"{name:<16} {table[name]['psnr']:6.2f} dB (the input: {table[name]['unedited']:.2f})", flush=True)
+    right = 0
+    for number in range(trials):
+        asked, other = ("darker", "brighter") if number % 2 else ("brighter", "darker")
+        square = squares[number // 2 % len(squares)]
+        image = editor.edited(square, asked, number)
+        right += similarity(image, EDITS[asked].apply(square)) > similarity(image, EDITS[other].apply(square))
+    table["told apart"] = {"right": right, "of": trials}
+    print(f"darken and brighten told apart: {right} of {trials}")
     return table
+
+
+def draw_edits(editor: Editor, out: Path, across: int = 5) -> None:
+    """All edits of a photograph that may be shown: scikit-image's astronaut, which no training saw."""
+    with Image.open(photo_folder() / "astronaut.png") as source:
+        square = source.convert("RGB").resize((SIDE_PX, SIDE_PX), Image.Resampling.LANCZOS)
+    tiles = {"input": square} | {name: editor.edited(square, name, 0) for name in EDITS}
+    figure, grid = pyplot.subplots(
+        -(-len(tiles) // across), across, figsize=(2 * across, 2.2 * -(-len(tiles) // across)), layout="constrained"
+    )
+    for axes, (name, image) in zip(grid.flat, tiles.items(), strict=False):
+        axes.imshow(image)
+        axes.set_title(name.replace("_", " "), fontsize=10)
+    for axes in grid.flat:
+        axes.axis("off")
+    figure.savefig(out, dpi=100, pil_kwargs={"quality": 88})
+
+
+def draw_curves(work: Path, out: Path) -> None:
+    """PSNR of the VAE, and validation losses of the transformer, over steps."""
+    figure, (left, *others) = pyplot.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    lines = [json.loads(line) for line in (work / "vae" / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    left.plot([line["step"] for line in lines], [line["psnr"] for line in lines], label="mean")
+    left.plot([line["step"] for line in lines], [line["least"] for line in lines], label="least", alpha=0.6)
+    left.set(title="VAE: PSNR at 256², photographs kept out", xlabel="step", ylabel="dB", xscale="symlog")
+    left.legend()
+    for axes, stage in zip(others, (SMALL, LARGE), strict=True):
+        metrics = read_metrics(stage.checkpoint(work).parents[1] / METRICS_FILE)
+        found = [(line["step"], line["validation_loss_by_level"]) for line in metrics if "validation_loss" in line]
+        for level in range(len(found[0][1])):
+            axes.plot([step for step, _ in found], [losses[level] for _, losses in found], label=f"level {level + 1}")
+        axes.set(title=f"transformer at {stage.side_px}²: validation loss", xlabel="step", ylim=(0, 1.2))
+        axes.legend()
+    figure.savefig(out, dpi=100)
+
+
+STEPS = ("photographs", "vae", "rows", "model", "small", "large", "finish", "measure")
+
+
+def run(step: str, work: Path, device: str) -> None:
+    """One step, whether its result is there or not."""
+    if step == "photographs":
+        print(f"{take_photographs(work / 'packages', work / 'photographs')} photographs")
+        return
+    files, kept_out = small_vae.split(work / "photographs")
+    start, grown, done = work / "start", work / "grown", work / "small"
+    if step == "vae":
+        small_vae.Training(work, VAE_STEPS, SEED).run()
+    elif step == "rows":
+        write_rows(files, work / "rows", ROWS, SEED)
+    elif step == "model":
+        build(work, start, SEED)
+    elif step == "small":
+        with_transformer(work, train(work, start, SMALL, device), grown)
+    elif step == "large":
+        train(work, grown, LARGE, device)
+    elif step == "finish":
+        with_transformer(work, LARGE.checkpoint(work), done)
+        print(f"{done}: {to_fp16(done) / 1e6:.1f} MB of weights")
+    else:
+        editor = Editor(done)
+        draw_curves(work, work / "curves.png")
+        draw_edits(editor, work / "edits.jpg")
+        table = measure(editor, [small_vae.central_square(file, SIDE_PX) for file in kept_out], TRIALS)
+        (work / "measured.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make the small Qwen-Image-Edit that has learnt.")
-    parser.add_argument("step", metavar="STEP", choices=("photographs", "model", "rows", "finish", "measure"))
     parser.add_argument("work", metavar="WORK", type=Path, help="folder of all that is made")
-    parser.add_argument("--rows", type=int, default=7000, help="rows to write; photographs to measure (default: 7000)")
-    parser.add_argument("--steps", type=int, default=10, help="of each image, in measure (default: %(default)s)")
-    parser.add_argument("--transformer", type=Path, help="a checkpoint's, for finish and measure")
-    parser.add_argument("--out", type=Path, help="where finish writes")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--only", metavar="STEP", choices=STEPS, help="this step alone, though its result be there")
+    parser.add_argument("--device", default="cpu", help="of the encoders; default: %(default)s")
     options = parser.parse_args(arguments)
     quiet_libraries()
-    work: Path = options.work
-    if options.step == "photographs":
-        print(f"{take_photographs(work / 'packages', work / 'photographs')} photographs")
-        return 0
-    files, kept_out = small_vae.split(work / "photographs")
-    if options.step == "model":
-        build(work, work / "model", options.seed)
-    elif options.step == "rows":
-        write_rows(files, work / "rows", options.rows, options.seed)
-    elif options.step == "finish":
-        if not options.transformer or not options.out:
-            parser.error("finish needs --transformer and --out")
-        finish(work, options.transformer, options.out)
-    else:
-        table = measure(work / "model", kept_out, options.steps, options.rows, options.transformer)
-        (work / "measured.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    for step in STEPS:
+        mark = options.work / f"{step}.done"
+        if options.only == step or (options.only is None and not mark.exists()):
+            print(f"== {step}", flush=True)
+            run(step, options.work, options.device)
+            mark.touch()
     return 0
 
 
