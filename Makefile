@@ -1,4 +1,4 @@
-# `make demo` runs everything on a tiny model, `make test` runs the tests. Both create .venv and install their
+# `make demo` teaches a small model an edit, `make test` runs the tests. Both create .venv and install their
 # dependencies, once.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test test-cpus coverage lint docs clean help
 
 help:
-	@echo "make demo      the main job, end to end, on a tiny model and real photographs (about 3 minutes)"
+	@echo "make demo      teach a small model an edit of photographs, from rows to pictures (about 3 minutes)"
 	@echo "make test      the tests"
 	@echo "make test-cpus those that compare numbers, with the kernels of other CPUs (about 5 minutes on two idle cores)"
 	@echo "make coverage  the tests, and which lines none of them reaches"
@@ -63,16 +63,18 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/run.py
 
 DEMO := configs/demo.yaml
+PREDICT := --steps 10 --cfg 1
 
 demo: export PATH := $(CURDIR)/$(BIN):$(PATH)
 demo: $(VENV)/.demo
 	rm -rf demo
-	python tools/make_tiny_model.py demo/model
-	python tools/make_photo_edits.py demo/photos --rows 72
-	qie-precompute --config $(DEMO) --end-idx 36
-	qie-precompute --config $(DEMO) --start-idx 36
+	python tools/make_demo_photos.py demo
+	qie-precompute --config $(DEMO) --end-idx 24
+	qie-precompute --config $(DEMO) --start-idx 24
 	qie-stats demo/shards --verify --html demo/stats.html
+	qie-predict --config $(DEMO) --batch demo/held_out/before.jsonl $(PREDICT)
 	qie-train --config $(DEMO) demo/shards
+	qie-predict --config $(DEMO) --lora demo/run/checkpoint-000400 --batch demo/held_out/after.jsonl $(PREDICT)
 	python tools/demo_report.py demo
 
 clean:

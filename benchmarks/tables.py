@@ -1,4 +1,4 @@
-"""The measurements as Markdown: tables of docs/benchmarks.md, docs/scaling.md and README, from the stored data."""
+"""The measurements as Markdown: tables of docs/benchmarks.md and docs/scaling.md, and the README's chart."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from chart import memory_chart
 from measuring import ROOT, Row, described
 
 DATA = ROOT / "docs" / "benchmarks.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 SCALING = ROOT / "docs" / "scaling.md"
-README = ROOT / "README.md"
+CHART = ROOT / "docs" / "memory.svg"
 
 HEAD = ("what", "compared with", "result", "range", "runs", "medians")
 NOT_YET = "not measured yet"
@@ -31,7 +32,7 @@ HEADLINES = (
     ("loop.py", "outside", "Time of the training loop outside model and optimizer"),
     ("claims.py", "computed qie 1024 checkpointing", "A cached training step of the released model, computed"),
 )
-"""README's rows: script, key, and what they are called there."""
+"""What the page begins with: script, key, and what they are called there."""
 
 
 def load(file: Path = DATA) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def _named(keys: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, key) for name, _, key in (one.partition("=") for one in keys)]
 
 
-def readme_table(data: Mapping[str, Any]) -> str:
+def headlines(data: Mapping[str, Any]) -> str:
     lines, days = [], set()
     for script, key, name in HEADLINES:
         run = data["cpu"].get(script)
@@ -134,21 +135,20 @@ def readme_table(data: Mapping[str, Any]) -> str:
     where = f"{first['machine']['cores']} cores of an {first['machine']['cpu']}" if first else NOT_YET
     cards = {run["machine"].get("gpu") for run in data["gpu"].values()}
     gpu = f"some also on {', '.join(sorted(filter(None, cards)))}" if cards else "nothing has run on a GPU yet"
-    below = f"Measured on {where}, {' and '.join(sorted(days)) or NOT_YET}; {gpu}. All rows: [docs/benchmarks.md]"
-    return f"{markdown(('', 'compared with', 'qie', 'script'), lines)}\n\n{below}(docs/benchmarks.md), `make bench`."
+    below = f"Measured on {where}, {' and '.join(sorted(days)) or NOT_YET}; {gpu}."
+    return f"{markdown(('', 'compared with', 'qie', 'script'), lines)}\n\n{below}"
 
 
 def compared(data: Mapping[str, Any], planned: Mapping[str, Mapping[str, str]]) -> dict[Path, str]:
-    """What the pages with figures of benchmarks have to be; README only where it has its markers."""
+    """What the pages with figures of benchmarks have to be, and the chart."""
     page = PAGE.read_text(encoding="utf-8")
     for kind in ("cpu", "gpu"):
         page = filled(page, f"{kind} machine", machines(data[kind]))
         page = filled(page, f"{kind} table", full_table(data[kind], planned[kind]))
+    page = filled(page, "headlines", headlines(data))
     pages = {PAGE: filled(page, "claims table", claims_table(data))}
-    readme = README.read_text(encoding="utf-8")
-    if "<!-- benchmarks:begin -->" in readme:
-        pages[README] = filled(readme, "benchmarks", readme_table(data))
-    return pages
+    claims = data["cpu"].get("claims.py")
+    return pages | ({CHART: memory_chart(rows_of(claims))} if claims else {})
 
 
 def render(data: Mapping[str, Any], planned: Mapping[str, Mapping[str, str]]) -> dict[Path, str]:

@@ -43,11 +43,10 @@ def test_the_runner_knows_each_script_and_its_options() -> None:
             script(name).parser().parse_args(words.split())
 
 
-def test_readme_and_the_pages_of_benchmarks_and_scaling_say_what_the_data_says() -> None:
+def test_the_pages_of_benchmarks_and_scaling_and_the_chart_say_what_the_data_says() -> None:
     tables, run = script("tables.py"), script("run.py")
     for page, text in tables.compared(tables.load(), run.SCRIPTS).items():
         assert page.read_text("utf-8") == text, f"{page.name}: run python benchmarks/run.py --none"
-    assert tables.readme_table(tables.load()) in tables.README.read_text("utf-8")
     assert tables.SCALING.read_text("utf-8") == tables.scaling_page(tables.load()), (
         "run python benchmarks/run.py --none"
     )
@@ -112,6 +111,13 @@ def test_encoders_compare_windows_and_patches_in_their_true_width_with_transform
     assert_well_formed([replace(row, command="python benchmarks/encoders.py") for row in rows])
     assert [row.key for row in rows] == ["windows", "patches"]
     assert "4 windows in 3 calls" in rows[0].what and "differs by 0.0e+00" in rows[0].detail
+
+
+def test_quality(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ["--steps", "1", "--photographs", "1", "--side", "64", "--runs", "1", "--only", "int8", "EMA"]
+    script("quality.py").main([*words, "--json", str(file)])
+    assert [row.key for row in rows_in(file)] == ["float32", "int8", "EMA"]
 
 
 def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,10 @@ class SmallPicture:
     jpeg: bytes
 
     @classmethod
-    def of(cls, image: Image.Image) -> SmallPicture:
-        """An image, at most `PICTURE_PX` large."""
+    def of(cls, image: Image.Image, most_px: int = PICTURE_PX) -> SmallPicture:
+        """An image, its longest side at most `most_px`."""
         small = image.convert("RGB")
-        small.thumbnail((PICTURE_PX, PICTURE_PX), Image.Resampling.LANCZOS)
+        small.thumbnail((most_px, most_px), Image.Resampling.LANCZOS)
         content = io.BytesIO()
         small.save(content, "JPEG", quality=_QUALITY, subsampling=0, optimize=True)
         return cls(small.width, small.height, content.getvalue())

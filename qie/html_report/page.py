@@ -55,9 +55,6 @@ def render(
         verified: every shard was rehashed.
         other_vae: pictures were decoded by another VAE than the recipe names.
     """
-    style, script = (
-        Html(files("qie.html_report").joinpath(name).read_text("utf-8")) for name in ("page.css", "page.js")
-    )
     looked_at = look.latents.samples if look.latents else 0
     parts = (
         sections.faults(summary),
@@ -71,22 +68,30 @@ def render(
         sections.skipped(summary),
         sections.recipes(summary),
     )
+    return document(
+        f"{summary.samples:,} samples in {summary.shards:,} shards",
+        sections.header(summary, places, verified=verified, looked_at=looked_at),
+        tag("main", *parts),
+        tag("footer", "Written by qie-stats --html."),
+    )
+
+
+def document(title: str, *body: str) -> str:
+    """A page of this body, in the report's style, that needs no other file."""
+    style, script = (
+        Html(files("qie.html_report").joinpath(name).read_text("utf-8")) for name in ("page.css", "page.js")
+    )
     head = (
         tag("meta", charset="utf-8"),
         # Nothing is fetched, no script runs but the page's own: not even if something of a shard were taken for markup.
         tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{summary.samples:,} samples in {summary.shards:,} shards"),
+        tag("title", title),
         tag("link", rel="icon", href="data:,"),
         tag("style", style),
     )
-    body = (
-        sections.header(summary, places, verified=verified, looked_at=looked_at),
-        tag("main", *parts),
-        tag("footer", "Written by qie-stats --html."),
-        tag("script", script),
-    )
-    return f"<!DOCTYPE html>\n{tag('html', tag('head', *head), tag('body', *body), lang='en')}\n"
+    whole = tag("html", tag("head", *head), tag("body", *body, tag("script", script)), lang="en")
+    return f"<!DOCTYPE html>\n{whole}\n"
 
 
 def check_place(place: str) -> Path:

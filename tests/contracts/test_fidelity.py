@@ -80,18 +80,18 @@ def golden_images(case: dict) -> list[Image.Image]:
 
 
 class Released:
-    """The text half of a released pipeline, over the golden model: its own template, pass and cut.
+    """The text half of a released pipeline, over the golden model or another: its own template, pass and cut.
 
     Two things differ: `Qwen2_5_VLProcessor` needs torchvision, so its two halves are called one by one; and the token
     types, of which the pipeline does not know, are passed on.
     """
 
-    def __init__(self, family: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, family: str, dtype: torch.dtype = torch.float32, folder: Path = GOLDEN) -> None:
         self._pipeline = getattr(diffusers, FAMILIES[family].pipeline)(None, None, None, None, None, None)
         self._pipeline.processor, self._pipeline.text_encoder = self._process, self._pass
-        self._tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
-        self._images = Qwen2VLImageProcessorPil.from_pretrained(GOLDEN / "processor")
-        self._model = Qwen2_5_VLForConditionalGeneration.from_pretrained(GOLDEN / "text_encoder", dtype=dtype)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        self._images = Qwen2VLImageProcessorPil.from_pretrained(folder / "processor")
+        self._model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder / "text_encoder", dtype=dtype)
 
     def embed(self, images: list[Image.Image], prompt: str) -> torch.Tensor:
         """[L, D]"""
