@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from accelerate.state import AcceleratorState
 from measuring import ROOT, Results, Row, absolute, figure
 from measuring import parser as common
 from models import quiet
@@ -108,6 +109,7 @@ def prepare(work: Path, options: argparse.Namespace) -> None:
 
 def learnt(work: Path, config: Config, photographs: int) -> Learnt:
     """Train, and edit photographs that were not trained on."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the precision of the run before
     accelerator = qie.open_accelerator(config)
     pretrained = qie.open_pretrained(
         config.model.pretrained_model_name_or_path, components=("transformer", "scheduler")
