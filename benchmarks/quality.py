@@ -24,6 +24,7 @@ from measuring import ROOT, Results, Row, absolute, figure
 from measuring import parser as common
 from models import quiet
 from PIL import Image
+from skimage.metrics import peak_signal_noise_ratio
 
 import qie
 from qie.config import Config, load_config
@@ -128,14 +129,9 @@ def learnt(work: Path, config: Config, photographs: int) -> Learnt:
             image = predictor.generate(
                 [control], target.with_suffix(".txt").read_text().strip(), steps=8, cfg=1.0, seed=number
             )
-            scores.append(psnr(image, true.resize(image.size, Image.Resampling.LANCZOS)))
+            pair = (np.asarray(one) for one in (true.resize(image.size, Image.Resampling.LANCZOS), image))
+            scores.append(float(peak_signal_noise_ratio(*pair, data_range=255)))
     return Learnt(statistics.fmean(scores), tuple(validations[-1]["validation_loss_by_level"]))
-
-
-def psnr(found: Image.Image, expected: Image.Image) -> float:
-    """In dB, over all pixels and colours."""
-    error = np.asarray(found, dtype=np.float64) - np.asarray(expected, dtype=np.float64)
-    return float(-10 * np.log10(np.square(error / 255).mean()))
 
 
 def row(variant: str, found: dict[str, list[Learnt]]) -> Row:

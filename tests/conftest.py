@@ -100,10 +100,15 @@ def _one_run_per_process():
     forget_accelerate()
 
 
+def own_threads() -> list[threading.Thread]:
+    """Those that qie started, and that run."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("qie-")]
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
     yield
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("qie-")] == []
+    assert own_threads() == []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

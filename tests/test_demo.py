@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from diffusers import QwenImageEditPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
+from skimage.metrics import peak_signal_noise_ratio
 
 from qie.cli import precompute, predict, train
 from qie.config import Config
@@ -48,7 +49,7 @@ class Demo:
 
 def psnr(one: Image.Image, other: Image.Image) -> float:
     """In dB, over all pixels and colours."""
-    return float(-10 * np.log10(np.square(np.subtract(one, other, dtype=np.float64) / 255).mean()))
+    return float(peak_signal_noise_ratio(np.asarray(one), np.asarray(other), data_range=255))
 
 
 def run(command, *arguments: object) -> None:

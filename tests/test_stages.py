@@ -18,14 +18,10 @@ from qie.stages import Load, Pipeline, Stage, Stages, in_turn
 from qie.stores import open_folder
 from qie.stores.retry import patiently
 from qie.threads import pause
-from tests.conftest import ROOT
+from tests.conftest import ROOT, own_threads
 
 TIMEOUT_S = 100
 PLACES = ["items", "first", "middle", "last"]
-
-
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("qie-")]
 
 
 def three(workers: int = 1, **works) -> Stages:
@@ -211,7 +207,7 @@ def test_closed_early_or_by_an_error_of_its_consumer_it_ends_with_all_its_thread
         assert [next(running) for _ in range(taken)] == list(range(taken))
         if error:
             raise error
-    assert threads() == []
+    assert own_threads() == []
     assert len(closed) == bool(taken), "the source was left open"
 
 
@@ -231,7 +227,7 @@ def test_interrupted_while_its_threads_start_it_ends_with_all_of_them(
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(SystemExit):
         next(Pipeline(three()).run(iter(range(10**9))))
-    assert threads() == []
+    assert own_threads() == []
 
 
 def test_closed_while_a_stage_is_at_work_its_neighbours_end_and_it_is_waited_for() -> None:
@@ -246,7 +242,7 @@ def test_closed_while_a_stage_is_at_work_its_neighbours_end_and_it_is_waited_for
     running = Pipeline(three(middle=middle), depth=1).run(range(100))
     assert next(running) == 0
     assert reached.wait(TIMEOUT_S)
-    by_name = {thread.name: thread for thread in threads()}
+    by_name = {thread.name: thread for thread in own_threads()}
     assert set(by_name) == {"qie-items", "qie-first", "qie-middle", "qie-last"}
     closing = threading.Thread(target=running.close)
     closing.start()
@@ -293,7 +289,7 @@ def test_closed_early_it_ends_where_it_waits_for_what_will_not_come(
     closing = threading.Thread(target=running.close, daemon=True)
     closing.start()
     closing.join(TIMEOUT_S)
-    assert not closing.is_alive() and threads() == []
+    assert not closing.is_alive() and own_threads() == []
 
 
 # Children of one process, for to import torch takes longer than all of them. Eight end while their thread is in the

@@ -27,7 +27,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from qie.quiet_libraries import quiet_imports, quiet_libraries
 
 quiet_imports()
-from qie.html_report.gallery import SmallPicture
+from qie.html_report.gallery import PICTURE_PX, SmallPicture
 from qie.html_report.markup import Html, note, panel, table, tag
 from qie.html_report.page import document, write_page
 from qie.html_report.sections import section
@@ -192,7 +192,7 @@ def page(photographs: Sequence[HeldOut], facts: dict[str, str], losses: Path) ->
 
 
 def _picture(image: Image.Image, name: str, width_px: int = 160) -> Html:
-    small = SmallPicture.of(image, max(width_px, 192))
+    small = SmallPicture.of(image, max(width_px, PICTURE_PX))
     return tag("img", src=small.uri, width=width_px, height=width_px * small.height // small.width, alt=name)
 
 

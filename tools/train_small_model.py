@@ -367,10 +367,9 @@ class Stage:
 SMALL, LARGE = Stage(128, ROWS, 8000, 1e-3), Stage(256, 2000, 800, 3e-4)
 
 
-def train(work: Path, model: Path, stage: Stage, device: str) -> Path:
-    """Encode rows and train the transformer of a model with qie's own commands; gives the checkpoint."""
-    checkpoint = stage.checkpoint(work)
-    run = checkpoint.parents[1]
+def train(work: Path, model: Path, stage: Stage, device: str) -> None:
+    """Encode rows and train the transformer of a model with qie's own commands."""
+    run = stage.checkpoint(work).parents[1]
     values = {
         "model.pretrained_model_name_or_path": model,
         "data.source": work / "rows",
@@ -388,7 +387,6 @@ def train(work: Path, model: Path, stage: Stage, device: str) -> Path:
     shards_alone = ["--set", "data.source=null"]  # the other rows are not to be encoded live
     for command, *more in (["precompute", "--end-idx", str(stage.rows)], ["train", *shards_alone, *resume]):
         subprocess.run([sys.executable, "-m", f"qie.cli.{command}", *words, *more], check=True)
-    return checkpoint
 
 
 def with_transformer(work: Path, checkpoint: Path, out: Path) -> None:
@@ -509,7 +507,8 @@ def run(step: str, work: Path, device: str) -> None:
     elif step == "model":
         build(work, start, SEED)
     elif step == "small":
-        with_transformer(work, train(work, start, SMALL, device), grown)
+        train(work, start, SMALL, device)
+        with_transformer(work, SMALL.checkpoint(work), grown)
     elif step == "large":
         train(work, grown, LARGE, device)
     elif step == "finish":

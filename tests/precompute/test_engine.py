@@ -22,6 +22,7 @@ from qie.shards.verify import shard_faults
 from qie.shards.writer import ShardWriter
 from qie.stores import LocalFolder, StoreError
 from qie.types import Row, Sample
+from tests.conftest import own_threads
 from tests.stubs import RECIPE, StubEncoder, StubSource
 
 TIMEOUT_S = 100
@@ -432,7 +433,7 @@ def test_a_run_that_waits_for_another_one_can_be_interrupted(tmp_path: Path) -> 
     with ShardWriter(tmp_path / "out", 8, 12, RECIPE):
         with pytest.raises(KeyboardInterrupt):
             run(StubSource.of(24), tmp_path / "out", progress=interrupt)
-        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("qie-")] == []
+        assert own_threads() == []
         assert len(published(tmp_path / "out")) == 5
 
 
@@ -551,7 +552,7 @@ def test_a_run_that_fails_leaves_nothing_half_visible_and_no_thread(
     kind = error if isinstance(error, type) else type(error)
     with pytest.raises(kind):
         run(StubSource.of(40), tmp_path / "out", encoder=Failing(), progress=progress)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("qie-")]
+    assert own_threads() == []
     assert not list((tmp_path / "out").glob("*.partial"))
     assert not any(fault for shard in shards(tmp_path / "out") for fault in shard_faults(shard))
     monkeypatch.undo()
