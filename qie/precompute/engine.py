@@ -254,12 +254,11 @@ class Engine:
             yield Group(shard, numbers, last=numbers.stop == last)
 
     def _published(self, place: File) -> Shard | None:
-        if place.size() is None:
-            return None
-        shard = Shard(place)
-        self._recipe.require_equal(
-            shard.index.recipe, place, "write to another folder, or delete the shards in this one"
-        )
+        shard = Shard.published(place)
+        if shard is not None:
+            self._recipe.require_equal(
+                shard.index.recipe, place, "write to another folder, or delete the shards in this one"
+            )
         return shard
 
     def _is_current(self, index: ShardIndex, pool: ThreadPoolExecutor) -> bool:

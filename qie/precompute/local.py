@@ -28,7 +28,7 @@ from qie.precompute.engine import Engine, Settings
 from qie.precompute.ranges import Range, shard_ranges
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
-from qie.shards.index import read_index
+from qie.shards.reader import Shard
 from qie.shards.shard_set import require_disjoint
 from qie.shards.writer import remove_abandoned
 from qie.stores import File, Folder, LocalFolder, open_folder
@@ -103,9 +103,10 @@ def check_output(output: Folder, recipe: Recipe, source_rows: int) -> list[File]
     there = published(output)
     require_disjoint((index, rows_of(index)) for index in there)
     if there:
-        recipe.require_equal(
-            read_index(there[0]).recipe, there[0], "write to another folder, or delete the shards in this one"
-        )
+        if first := Shard.published(there[0]):
+            recipe.require_equal(
+                first.index.recipe, there[0], "write to another folder, or delete the shards in this one"
+            )
         if rows_of(there[-1])[1] > source_rows:
             raise UsageError(
                 "the output holds rows that the source no longer has",

@@ -12,7 +12,7 @@ import numpy as np
 
 from qie.errors import ShardError
 from qie.shards.discovery import find_indexes, published
-from qie.shards.index import Entry, ShardIndex, read_index
+from qie.shards.index import Entry, ShardIndex
 from qie.shards.reader import Shard
 from qie.stores import File, Folder, MissingError
 
@@ -123,9 +123,9 @@ class Records:
         if kept is not None:
             yield kept
         if shard is None:
-            if file.size() is None:
+            shard = Shard.published(file)
+            if shard is None:
                 return
-            shard = Shard(file)
             shard.tar.keep_open()
             with self._lock:
                 while len(self._open) >= _OPEN_SHARDS:
@@ -137,8 +137,8 @@ class Records:
         """Whether another shard has taken the place of this one, which is then forgotten."""
         with self._lock:
             self._open.pop(number, None)
-        file = self._indexes[number]
-        return file.size() is None or read_index(file) != shard.index
+        now = Shard.published(self._indexes[number])
+        return now is None or now.index != shard.index
 
 
 def _prefixes(index: File) -> np.ndarray:

@@ -156,6 +156,26 @@ class Shard:
                 hint="copy it again, or delete it with its index and run qie-precompute again",
             )
 
+    @classmethod
+    def published(cls, place: File) -> Shard | None:
+        """The shard at a place where another thread or process may be replacing it; None where there is none just now.
+
+        A writer deletes the index, replaces the tar and writes the new index: who looks in between sees two that do not
+        fit. Only a fault that a second look finds again is one.
+
+        Raises:
+            ShardError: the shard is damaged.
+        """
+        fault = ""
+        while place.size() is not None:
+            try:
+                return cls(place)
+            except ShardError as error:
+                if str(error) == fault:
+                    raise
+                fault = str(error)
+        return None
+
     @cached_property
     def by_key(self) -> dict[str, Entry]:
         """An entry for each key; rows of equal content have equal ones but for what they are called."""

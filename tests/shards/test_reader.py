@@ -15,7 +15,7 @@ from qie.shards.reader import Shard
 from qie.shards.record import encode
 from qie.shards.shard_set import ShardSet
 from qie.shards.writer import ShardWriter
-from qie.stores import File, Folder, MissingError, StoreError, open_folder
+from qie.stores import File, Folder, LocalFolder, MissingError, StoreError, open_folder
 from qie.stores.objects import ObjectFolder
 from tests.builders import (
     RECIPE,
@@ -129,6 +129,28 @@ def test_a_missing_tar_or_index_is_refused(folder: Folder) -> None:
     with pytest.raises(ShardError, match="the index cannot be read") as error:
         opened(folder)
     assert str(error.value.where) == str(tar.with_suffix(".json"))
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_shard_that_is_replaced_while_it_is_opened_is_the_new_one_or_none_and_not_a_damaged_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_complete: bool
+) -> None:
+    """Its index is read, and then the writer is faster."""
+    size = LocalFolder.size
+    newer = path.with_name("newer") / path.name
+    write_shard(newer.parent, [make_sample(3), None, None])
+
+    def replaces(self: LocalFolder, name: str) -> int | None:
+        if name.endswith(".tar") and newer.with_suffix(".tar").exists():
+            path.unlink()
+            newer.with_suffix(".tar").replace(path.with_suffix(".tar"))
+            if is_complete:
+                newer.replace(path)
+        return size(self, name)
+
+    monkeypatch.setattr(LocalFolder, "size", replaces)
+    found = Shard.published(File.at(path))
+    assert [len(shard.index.samples) for shard in [found] if shard] == ([1] if is_complete else [])
 
 
 @pytest.mark.parametrize("size", [0, -1, 10**6])
