@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shlex
 import statistics
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "webdataset", "numpy", "pillow")
 OPTIONAL = {"mosaicml-streaming": "MDS", "litdata": "litdata"}
 """Peers that are measured where they are installed; they pull gigabytes, so no extra of qie holds them."""
+
+if importlib.util.find_spec("qie") is None:  # not installed: this checkout's, here and in processes that start here
+    sys.path.append(str(ROOT))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
 
 
 @dataclass(frozen=True)
@@ -204,8 +210,9 @@ def described(one: Mapping[str, Any]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of qie, Python and the libraries that are measured with or beside."""
-    found = {"qie": importlib.metadata.version("qie"), "Python": sys.version.split()[0]}
+    """Of qie in this checkout, Python and the libraries that are measured with or beside."""
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    found = {"qie": ours, "Python": sys.version.split()[0]}
     for name in (*LIBRARIES, *OPTIONAL):
         try:
             found[name] = importlib.metadata.version(name)
