@@ -19,12 +19,6 @@ from qie.file_hashes import file_hashes
 from qie.paths import local_path
 from qie.recipe import json_hash
 
-COMPONENT_CLASSES = {
-    "vae": "AutoencoderKLQwenImage",
-    "text_encoder": "Qwen2_5_VLForConditionalGeneration",
-    "transformer": "QwenImageTransformer2DModel",
-    "scheduler": "FlowMatchEulerDiscreteScheduler",
-}
 ENCODERS = ("vae", "text_encoder", "tokenizer", "processor")
 _CONFIG_FILES = {
     "tokenizer": ("tokenizer_config.json",),
@@ -43,8 +37,8 @@ class PretrainedModel:
 
     def holds(self, name: str) -> bool:
         """Whether a component is there, with all its weights: of a download that was cut short it may not be."""
-        folder = self.folder / name
-        if name not in COMPONENT_CLASSES:
+        folder = self._folder(name)
+        if name not in self.family.component_classes:
             needed = {"tokenizer": ("tokenizer.json", "vocab.json")}.get(name, _CONFIG_FILES[name])
             return any((folder / file).is_file() for file in needed)
         listed = [read_json(index).get("weight_map") or {} for index in folder.glob("*.safetensors.index.json")]
@@ -59,7 +53,7 @@ class PretrainedModel:
         Raises:
             ModelError: it is missing, its config names another class, or one of its files asks for code.
         """
-        folder = self.folder / name
+        folder = self._folder(name)
         configs = [folder / file for file in _CONFIG_FILES.get(name, ("config.json",))]
         config = next((path for path in configs if path.is_file()), None)
         if config is None:
@@ -70,7 +64,7 @@ class PretrainedModel:
                 found=_listing(folder),
                 hint="download the whole model, or correct model.pretrained_model_name_or_path",
             )
-        expected = COMPONENT_CLASSES.get(name)
+        expected = self.family.component_classes.get(name)
         found = _class_name(read_json(config))
         if expected and found != expected:
             raise ModelError(f"the {name} has an unexpected class", where=config, expected=expected, found=found)
@@ -84,6 +78,9 @@ class PretrainedModel:
                     hint="take the model as it was released, or remove this from the file",
                 )
         return folder
+
+    def _folder(self, name: str) -> Path:
+        return self.folder / (self.family.tokenizer_folder if name == "tokenizer" else name)
 
 
 @contextmanager

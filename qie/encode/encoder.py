@@ -239,7 +239,8 @@ class Encoder:
     @cached_property
     def vae(self) -> VaeEncoder:
         dtype = getattr(torch, self.recipe.vae_dtype)
-        return VaeEncoder(self.pretrained.component("vae"), self._vae_device, dtype, compiled=self.recipe.compiled)
+        folder, kind = self.pretrained.component("vae"), self.pretrained.family.vae
+        return VaeEncoder(folder, self._vae_device, dtype, kind, compiled=self.recipe.compiled)
 
     @cached_property
     def text(self) -> PromptEncoder:

@@ -12,11 +12,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from PIL import Image
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qie.devices import sent, staged
@@ -120,12 +122,12 @@ class PromptEncoder:
         with loading(processor):
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(processor)
             self._processor.get_number_of_image_patches(56, 56)  # fails where it divides by a size of 0
-        self._check_template(pretrained)
+        self._dropped = self._count_dropped(tokenizer)
 
     @cached_property
     def _model(self) -> Any:
         with loading(self._folder):
-            whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            whole = getattr(transformers, self._family.text_encoder).from_pretrained(
                 # Straight from the mapped file to the device: processes share one copy of the weights in host memory.
                 self._folder,
                 dtype=self.dtype,
@@ -147,7 +149,7 @@ class PromptEncoder:
             for width, height in image_sizes
         ]
         text = self._before_prompt(pads) + prompt + self._family.after_prompt
-        return len(self._tokenizer(text)["input_ids"]) - self._family.drop_tokens
+        return len(self._tokenizer(text)["input_ids"]) - self._dropped
 
     def patches(self, images: Sequence[Image.Image]) -> Patches:
         """The vision tower's input for images that already have the recipe's sizes."""
@@ -252,7 +254,7 @@ class PromptEncoder:
         return embeds[0], positions[:, 0]
 
     def _embeds(self, before: torch.Tensor, tail: torch.Tensor, null_tail: torch.Tensor) -> PromptEmbeds:
-        prefix = before[self._family.drop_tokens :]
+        prefix = before[self._dropped :]
         return PromptEmbeds(torch.cat([prefix, tail]), torch.cat([prefix, null_tail]), len(prefix))
 
     def _before_prompt(self, pads: Sequence[int]) -> str:
@@ -261,17 +263,22 @@ class PromptEncoder:
             self._family.image_text.format(number=number, pads="<|image_pad|>" * count)
             for number, count in enumerate(pads, start=1)
         )
-        return self._family.before_prompt + "".join(pictures)
+        return self._family.before_images + self._family.between_images.join(pictures)
 
-    def _check_template(self, pretrained: PretrainedModel) -> None:
-        found = len(self._tokenizer(self._family.before_prompt)["input_ids"])
-        if found != self._family.drop_tokens:
+    def _count_dropped(self, folder: Path) -> int:
+        """How many tokens of the template are dropped."""
+        dropped, whole = (
+            self._tokenizer(text)["input_ids"] for text in (self._family.dropped, self._family.before_images)
+        )
+        expected = self._family.dropped_tokens
+        if len(dropped) != (expected or len(dropped)) or whole[: len(dropped)] != dropped:
             raise ModelError(
                 "the tokenizer does not belong to this model: it gives the template another length",
-                where=pretrained.component("tokenizer"),
-                expected=f"{self._family.drop_tokens} tokens before the images",
-                found=found,
+                where=folder,
+                expected=f"{expected or 'the same'} tokens before the images",
+                found=len(dropped),
             )
+        return len(dropped)
 
 
 def _padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import diffusers
 import torch
-from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d, QwenImageRMS_norm
 from torch import nn
 
@@ -30,14 +30,24 @@ class VaeEncoder:
     Args:
         folder: the model's vae.
         device, dtype: of its computation.
+        kind: name of its class in diffusers.
         compiled: run it through torch.compile.
     """
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        kind: str = "AutoencoderKLQwenImage",
+        *,
+        compiled: bool = False,
+    ) -> None:
         self.device, self.dtype = device, dtype
         with loading(folder):
             vae = (
-                AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
+                getattr(diffusers, kind)
+                .from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
                 .eval()
                 .requires_grad_(False)
             )
@@ -124,7 +134,7 @@ class _FrameNorm(nn.Module):
 class _Still(nn.Module):
     """The VAE's encoder and its last convolution, without the cache that links the frames of a video."""
 
-    def __init__(self, vae: AutoencoderKLQwenImage) -> None:
+    def __init__(self, vae: diffusers.ModelMixin) -> None:
         super().__init__()
         self.encoder, self.quant_conv = vae.encoder, vae.quant_conv
 
@@ -133,7 +143,7 @@ class _Still(nn.Module):
         return moments
 
 
-def still_encoder(vae: AutoencoderKLQwenImage) -> nn.Module:
+def still_encoder(vae: diffusers.ModelMixin) -> nn.Module:
     """The fast encoder with `vae`'s weights; the VAE's own encoder, with a warning, if the two differ."""
     probe = torch.randn(1, 3, 1, PROBE_PX, PROBE_PX, generator=torch.Generator().manual_seed(0)).to(vae.dtype)
     with torch.inference_mode():
@@ -155,7 +165,7 @@ def still_encoder(vae: AutoencoderKLQwenImage) -> nn.Module:
 class _Whole(nn.Module):
     """The VAE's own encoder: `_encode`, before the posterior."""
 
-    def __init__(self, vae: AutoencoderKLQwenImage) -> None:
+    def __init__(self, vae: diffusers.ModelMixin) -> None:
         super().__init__()
         vae.decoder = nn.Identity()  # not needed, so not on the device either
         self.vae = vae

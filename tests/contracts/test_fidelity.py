@@ -315,8 +315,8 @@ def test_the_template_is_the_pipelines(family) -> None:
     pipeline = getattr(diffusers, family.pipeline)(None, None, None, None, None, None)
     template = pipeline.prompt_template_encode
     image = family.image_text.format(number=1, pads="<|image_pad|>") if family.max_controls == 1 else ""
-    assert template.format("PROMPT") == f"{family.before_prompt}{image}PROMPT{family.after_prompt}"
-    assert pipeline.prompt_template_encode_start_idx == family.drop_tokens
+    assert template.format("PROMPT") == f"{family.before_images}{image}PROMPT{family.after_prompt}"
+    assert pipeline.prompt_template_encode_start_idx == family.dropped_tokens
 
 
 def test_latents_equal_the_pipelines(tiny_edit: Path, encoder) -> None:

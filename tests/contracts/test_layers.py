@@ -9,8 +9,8 @@ from tests.conftest import ROOT
 # From the lowest to the highest. Modules on one line do not know each other.
 LAYERS = [
     ["errors", "types", "threads"],
-    ["paths", "quiet_libraries"],
-    ["families", "file_hashes", "image_formats", "quantities", "recipe", "stages"],
+    ["families", "paths", "quiet_libraries"],
+    ["file_hashes", "image_formats", "quantities", "recipe", "stages"],
     ["stores"],
     ["config"],
     ["pretrained", "devices"],
