@@ -37,6 +37,7 @@ CASES = {
     "all weights, nothing recomputed": Case(ALL | WHOLE, blocks=4),
     "all weights in bfloat16": Case(ALL | {"train.trained_dtype": "bfloat16"}, blocks=4),
 }
+pytestmark = pytest.mark.timeout(2000)  # the first test waits for all steps, which take minutes where others compute
 CONTEXT = 1 << 30  # of CUDA, which no tensor takes
 LOSS = ["_to_copy to cpu: sharding.whole of run._clip", "_to_copy to cpu: run.training_step"]
 # diffusers' own, at the beginning of a forward pass: the device has little to do then but the optimizer's step.
