@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import logging
-import subprocess
-import sys
+import runpy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,10 +162,12 @@ def random_weights(device: torch.device, transformer_on: torch.device | None = N
         yield
 
 
-def prepare(bench: Bench) -> None:
-    """Write configurations, rows and shards."""
-    subprocess.run([sys.executable, MAKE_TINY, bench.model], check=True, capture_output=True)
-    for weights in bench.model.glob("*/*.safetensors"):
+def write_model(bench: Bench, family: str = "edit") -> None:
+    """Write configurations, tokenizer and processor; no weights."""
+    with redirect_stdout(io.StringIO()):
+        made = runpy.run_path(str(MAKE_TINY))["main"]([str(bench.model), "--family", family])
+    assert made == 0, f"{bench.model} is not empty"
+    for weights in bench.model.glob("*/*.safetensors*"):
         weights.unlink()
     size, width = bench.size, bench.size.text["hidden_size"]
     write_config(bench.model / "vae", size.vae)
@@ -177,6 +179,11 @@ def prepare(bench: Bench) -> None:
     Qwen2_5_VLConfig(text_config=size.text | no_ends, vision_config=vision, **ids).save_pretrained(folder)
     config = read_json(folder / "config.json") | {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def prepare(bench: Bench) -> None:
+    """Write configurations, rows and shards."""
+    write_model(bench)
     write_rows(bench)
     encoder, source = bench.encoder(), open_source(bench.folder / "rows")
     shards = open_folder(bench.folder / "shards")

@@ -1,7 +1,6 @@
 """Run all benchmarks, sized for two cores and 15 minutes, and write their results into the docs.
 
     python benchmarks/run.py                      all, on this machine's CPU: `make bench`
-    python benchmarks/run.py --gpu                those for a GPU, which take longer
     python benchmarks/run.py --only read.py       some; what was found of the others stays
     python benchmarks/run.py --none               none: the tables again from the data
     python benchmarks/run.py --take FILE          none, but what another machine has written as its --data
@@ -41,18 +40,13 @@ SCRIPTS = {
         "plan.py": "--samples 1000000 --shapes 40 --runs 3",
         "scaling.py": "--own 1000000 --runs 3",
     },
-    "gpu": {
-        "encoders.py": "--device cuda:0 --size 1024 --layers 28 --runs 5",
-        "train_step.py": "--size full --steps 10 --runs 2",
-        "claims.py": "--size full --steps 10 --runs 2",
-    },
+    "gpu": {"gpu.py": "--minutes 25 --out FILE"},
 }
-"""What is run, in this order, and how."""
+"""What is run, in this order, and how; on a GPU by itself, and taken from its FILE."""
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("--gpu", action="store_true", help="run the benchmarks for a GPU")
     made.add_argument("--only", nargs="+", metavar="SCRIPT", choices=sorted(SCRIPTS["cpu"]), help="some of the scripts")
     made.add_argument("--none", action="store_true", help="run nothing, write the tables")
     made.add_argument("--take", type=Path, metavar="FILE", help="run nothing, take the results in this file")
@@ -69,12 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         taken = load(options.take or options.data)
         write({kind: data[kind] | taken[kind] for kind in data}, options.data)
     else:
-        kind = "gpu" if options.gpu else "cpu"
-        for script, words in SCRIPTS[kind].items():
+        for script, words in SCRIPTS["cpu"].items():
             if options.only is None or script in options.only:
                 run = measured(script, words)
                 failed += [] if run else [script]
-                data[kind] |= {script: run} if run else {}
+                data["cpu"] |= {script: run} if run else {}
                 write(data, options.data)  # what was found is not lost with what comes after it
     if failed:
         print(f"failed: {', '.join(failed)}; their rows are those of an earlier run, if there was one")

@@ -24,8 +24,10 @@ SAME = "0" * 64
 RECIPE = Recipe("edit", SAME, SAME, SAME, SAME, (1024 * 1024,), None, "float32", "float32", SAME, SAME)
 
 
-def made(number: int, tokens: int, *, side: int = 128, width: int = WIDTH, tail: int = TAIL) -> Sample:
-    """The sample of row `number`: two latents of side², and a prompt of so many tokens."""
+def made(
+    number: int, tokens: int, *, side: int = 128, width: int = WIDTH, tail: int = TAIL, controls: int = 1
+) -> Sample:
+    """The sample of row `number`: latents of side² of the target and each control, a prompt of so many tokens."""
     generator = torch.Generator().manual_seed(number)
 
     def half(*size: int) -> torch.Tensor:
@@ -37,7 +39,7 @@ def made(number: int, tokens: int, *, side: int = 128, width: int = WIDTH, tail:
         key=RECIPE.key(Row(number, "", b"%d" % number, (b"",), "")),
         prompt="make the sky a little darker",
         pixel_latent=half(16, 1, side, side),
-        control_latent=(half(16, 1, side, side),),
+        control_latent=tuple(half(16, 1, side, side) for _ in range(controls)),
         prompt_embed=half(tokens, width),
         prompt_embeds_mask=torch.ones(tokens, dtype=torch.bool),
         empty_tail=half(NULL, width),

@@ -6,8 +6,8 @@ import importlib.util
 import inspect
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -126,10 +126,20 @@ def _named(path: str, kind: type, key: str, example: str) -> Any:
 def _is_installed(package: str) -> bool:
     """Whether Python would import `package` from where a distribution has installed it: neither a module of the
     standard library nor one that lies in the working directory."""
-    roots = [root for name in metadata.packages_distributions().get(package, []) for root in _roots(name)]
-    spec = importlib.util.find_spec(package) if roots else None
-    places = [spec.origin, *(spec.submodule_search_locations or [])] if spec else []
-    return any(Path(place).is_relative_to(root) for place in places if place for root in roots)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module that was made by hand
+        return False
+    places = [Path(place) for place in (spec.origin, *(spec.submodule_search_locations or [])) if place] if spec else []
+
+    def within(names: Iterable[str]) -> bool:
+        return any(place.is_relative_to(root) for name in names for root in _roots(name) for place in places)
+
+    with suppress(metadata.PackageNotFoundError):
+        # Most are called as their package is. To look through the files of all takes a second.
+        if within([package]):
+            return True
+    return within(metadata.packages_distributions().get(package, []))
 
 
 def _roots(name: str) -> list[Path]:

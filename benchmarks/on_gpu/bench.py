@@ -1,0 +1,180 @@
+"""Where measurements find models without weights, and samples: written once, for all processes and calls."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from measuring import Row
+from models import SIZES, Bench, Size, write_model
+from samples import RECIPE, made, record_of
+
+from qie.config import Config
+from qie.pretrained import open_pretrained
+from qie.shards.index import Entry
+from qie.shards.writer import ShardWriter
+from qie.stream_chooser import open_stream
+from qie.training.flops import peak_flops
+from qie.training.memory import Setup, plan_memory
+from qie.training.processes import deterministic, open_accelerator
+from qie.training.run import Run
+from qie.types import Row as DataRow
+
+from .table import Option
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """How large everything is.
+
+    Attributes:
+        size: of the models and images.
+        texts: by the name that options use, the tokens of each sample's prompt in a batch.
+        tail: how many of them stand behind the image.
+        warm_up, steps: of training, before the clock starts and after.
+        repeats: of short work, in a run.
+        rows: that are encoded.
+    """
+
+    size: Size
+    texts: Mapping[str, tuple[int, ...]]
+    tail: int
+    warm_up: int
+    steps: int
+    repeats: int
+    rows: int
+
+    @property
+    def blocks(self) -> int:
+        return int(self.size.transformer["num_layers"])
+
+
+_SMALL = SIZES["small"]
+SCALES = {
+    "full": Scale(SIZES["full"], {"one": (1398,), "four": (1398, 1385, 1410, 1392)}, 29, 3, 6, 20, 40),
+    "tiny": Scale(
+        replace(_SMALL, side_px=64, transformer=_SMALL.transformer | {"num_layers": 2, "num_attention_heads": 2}),
+        {"one": (16,), "four": (16, 14, 19, 15)},
+        8,
+        warm_up=1,
+        steps=1,
+        repeats=1,
+        rows=3,
+    ),
+}
+CONTROLS = {"edit": 1, "edit_plus": 3}
+SAMPLES = 8
+CHECKED_BLOCKS = 2
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a measurement gives: rows for the docs, and numbers for whoever looks closer."""
+
+    rows: list[Row]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A folder to work in, and the scale of all that is measured there."""
+
+    folder: Path
+    scale: Scale
+
+    @cached_property
+    def device(self) -> torch.device:
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def peak(self) -> float | None:
+        """Of the device in bfloat16, by its datasheet."""
+        return peak_flops(torch.cuda.get_device_name(self.device), torch.bfloat16) if self.gpu else None
+
+    @property
+    def gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def bench(self, option: Option, *, blocks: int | None = None) -> Bench:
+        """A model of so many blocks, all by default, and samples for the option."""
+        blocks = blocks or self.scale.blocks
+        made = Bench(
+            self.folder / f"{option.family} {blocks} {option.texts}", self.scale.size, self.device, 0, self.peak
+        )
+        if not made.folder.exists():
+            model = self.folder / option.family / "model"
+            with _new(model.parent) as folder:
+                if folder:
+                    write_model(replace(made, folder=folder), option.family)
+            with _new(made.folder) as folder:
+                assert folder
+                shutil.copytree(model, folder / "model")
+                config = folder / "model" / "transformer" / "config.json"
+                described = json.loads(config.read_text(encoding="utf-8"))
+                described |= {"num_layers": blocks, "zero_cond_t": option.family == "edit_plus"}
+                config.write_text(json.dumps(described), encoding="utf-8")
+                self._write_samples(folder / "shards", option)
+        return made
+
+    def _write_samples(self, folder: Path, option: Option) -> None:
+        texts, size = self.scale.texts[option.texts], self.scale.size
+        width, side = size.text["hidden_size"], size.side_px // 8
+        with ShardWriter(folder, 0, SAMPLES, RECIPE) as shard:
+            for number in range(SAMPLES):
+                tokens, controls = texts[number % len(texts)], CONTROLS[option.family]
+                sample = made(number, tokens, side=side, width=width, tail=self.scale.tail, controls=controls)
+                shard.add(Entry.of(sample, DataRow(number, str(number), b"", (), "")), record_of(sample))
+            shard.publish()
+
+
+@contextmanager
+def _new(folder: Path) -> Iterator[Path | None]:
+    """A folder that is there when it is complete; None where it is there already."""
+    if folder.exists():
+        yield None
+        return
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(folder)
+
+
+def configured(bench: Bench, option: Option, **train: Any) -> Config:
+    """A LoRA's configuration, with what is qie's default but for the option."""
+    blocks = json.loads((bench.model / "transformer" / "config.json").read_text(encoding="utf-8"))["num_layers"]
+    sections: dict[str, Any] = {
+        "model": {"pretrained_model_name_or_path": str(bench.model)},
+        "data": {"batch_size": 4 if option.texts == "four" else 1, "caption_dropout_rate": 0.0},
+        "train": {"output_dir": str(bench.folder / "run"), **train},
+        "validation": {"rows": 0},
+    }
+    for key, value in option.settings.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = blocks if value == "all" else value
+    return Config.model_validate(sections)
+
+
+@contextmanager
+def opened_run(bench: Bench, config: Config) -> Iterator[tuple[Run, Setup]]:
+    """A run as qie-train makes one, on the bench's samples, and what its memory depends on."""
+    AcceleratorState._reset_state(True)  # of a run before
+    accelerator = open_accelerator(config)
+    stream = open_stream([bench.folder / "shards"], batch_size=config.data.batch_size)
+    pretrained = open_pretrained(str(bench.model), components=("transformer", "scheduler"))
+    setup = plan_memory(config, pretrained, stream, accelerator)
+    with ExitStack() as stack:
+        if config.train.deterministic:
+            stack.enter_context(deterministic())
+        run = Run(config, pretrained, stream, accelerator)
+        stack.callback(run.finish)
+        stack.callback(run.batches.close)  # it holds a batch
+        yield run, setup

@@ -1,0 +1,132 @@
+"""A training step of the released model's shapes: by a plain loop, by qie, and with each option."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import subprocess
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from measuring import Row, absolute, described, seconds, versions
+from measuring import machine as machine_here
+from plain import plain_loop
+
+from qie.training.flops import step_flops
+from qie.training.memory import Setup, estimate
+
+from .bench import Found, Place, configured, opened_run
+from .table import OPTIONS, Option
+
+
+def machine(place: Place) -> Found:
+    """What it runs on, for the docs."""
+    values: dict[str, Any] = {"machine": machine_here(), "versions": versions()}
+    if place.gpu:
+        values["gpu_bytes"] = torch.cuda.get_device_properties(place.device).total_memory
+        values["capability"] = torch.cuda.get_device_capability(place.device)
+        values["driver"] = _driver()
+    print(described(values["machine"]))
+    return Found([], values)
+
+
+def _driver() -> str:
+    words = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+
+
+def plain(place: Place) -> Found:
+    bench = place.bench(Option())
+    with plain_loop(bench, live=False) as step:
+        values = timed(step, place)
+    return Found([row("step plain", "plain loop of diffusers and peft", values, [])], values)
+
+
+def option(place: Place, name: str) -> Found:
+    chosen = OPTIONS[name]
+    bench = place.bench(chosen)
+    with opened_run(bench, configured(bench, chosen)) as (run, setup):
+        expected = expected_of(setup, place)
+        values = timed(run.training_step, place) | expected
+        more = told(values, place)
+    return Found([row(f"step {name}", f"qie, {name}", values, more)], values)
+
+
+def expected_of(setup: Setup, place: Place) -> dict[str, float]:
+    """What qie counts: bytes, and FLOP of the model in a step.
+
+    Raises:
+        MemoryError: the GPU has much less memory than that.
+    """
+    flops = step_flops(setup.architecture, setup.image_tokens, setup.text_tokens, all_trained=False)
+    total = estimate(setup).total
+    if place.gpu and total > 1.1 * (held := torch.cuda.get_device_properties(place.device).total_memory):
+        raise MemoryError(f"left out: by the estimate it takes {total / 1e9:.1f} GB, and the GPU has {held / 1e9:.1f}")
+    return {"estimate_bytes": total, "model_flop": flops.model * setup.batch_size}
+
+
+def timed(step: Callable[[], object], place: Place) -> dict[str, Any]:
+    """Seconds of steps that follow one another, the first one's apart; and what they took of the GPU."""
+    first_s = seconds(step)
+    for _ in range(place.scale.warm_up - 1):
+        step()
+    if not place.gpu:
+        return {"seconds": [seconds(step) for _ in range(place.scale.steps)], "first_s": first_s}
+    event: Any = torch.cuda.Event  # which has no types
+    torch.cuda.reset_peak_memory_stats(place.device)
+    marks = [event(enable_timing=True) for _ in range(place.scale.steps + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info(place.device)
+    reserved = torch.cuda.memory_reserved(place.device)
+    return {
+        "seconds": [one.elapsed_time(other) / 1e3 for one, other in itertools.pairwise(marks)],
+        "first_s": first_s,
+        "peak_bytes": torch.cuda.max_memory_allocated(place.device),
+        "reserved_bytes": torch.cuda.max_memory_reserved(place.device),
+        "context_bytes": total - free - reserved,
+        "waits": waits(step),
+    }
+
+
+def waits(step: Callable[[], object]) -> int:
+    """How often the host waits for the GPU in a step."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(one.message) for one in found)
+
+
+def told(values: dict[str, Any], place: Place) -> list[str]:
+    """What stands behind the memory: the estimate, and MFU."""
+    parts = [f"estimated {values['estimate_bytes'] / 1e9:.1f} GB"]
+    if place.peak:
+        flop_s = values["model_flop"] / statistics.median(values["seconds"])
+        values["mfu"] = flop_s / place.peak
+        parts.append(f"MFU {100 * values['mfu']:.1f} %")
+    return parts
+
+
+def row(key: str, what: str, values: dict[str, Any], more: list[str]) -> Row:
+    parts = []
+    if "peak_bytes" in values:
+        taken = values["peak_bytes"] + values["context_bytes"]
+        parts = [f"{taken / 1e9:.1f} GB with CUDA's context, {values['reserved_bytes'] / 1e9:.1f} GB reserved"]
+    parts += more
+    if "waits" in values:
+        parts.append(f"{values['waits']} waits of the host")
+    parts.append(f"first step {values['first_s']:.3g} s")
+    return absolute(key, f"a training step, {what}", values["seconds"], " s", detail=", ".join(parts))

@@ -1,0 +1,142 @@
+"""The measurements as data, most valuable first. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SECTIONS = {
+    0: "what the GPU can do",
+    1: "gradients of two blocks compared with float32",
+    2: "a training step of the released model's shapes",
+    3: "encoding rows of 1024²",
+    4: "cached compared with live batches",
+    5: "exactness",
+    6: "small cards",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to train.
+
+    Attributes:
+        settings: keys of the configuration; the value "all" is the number of blocks.
+        texts: "one" sample a batch, or "four" with prompts of unequal lengths.
+        family: edit, or edit_plus with three controls, which are modulated at t = 0.
+        limit: of the gradients' error, in errors of the plain loop; where the base is rounded, a share of the gradient.
+        needs: "cuda" where a CPU has no such kernel.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    texts: str = "one"
+    family: str = "edit"
+    limit: float = 1.5
+    needs: str = ""
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the base is not the one that float32 computes with."""
+        return "model.quantize" in self.settings
+
+
+CHECKPOINTING, COMPILE = "train.gradient_checkpointing", "train.compile"
+FP8 = {"model.quantize": "fp8"}
+PRODUCTS = FP8 | {"train.fp8_compute": True}
+BEST = {CHECKPOINTING: "auto", COMPILE: True}
+OPTIONS = {
+    "default": Option(),
+    "compiled": Option({COMPILE: True}),
+    "checkpointing auto": Option({CHECKPOINTING: "auto"}),
+    "compiled, checkpointing auto": Option(BEST),
+    "fp8 products, compiled, checkpointing auto": Option(PRODUCTS | BEST, limit=0.15),
+    "fp8 products": Option(PRODUCTS, limit=0.15),
+    "all blocks checkpointed": Option({CHECKPOINTING: True}),
+    "nothing recomputed": Option({CHECKPOINTING: False}),
+    "every second block checkpointed": Option({CHECKPOINTING: 2}),
+    "fp8 weights": Option(FP8, limit=0.1),
+    "fp8 weights, nothing recomputed, compiled": Option(FP8 | {CHECKPOINTING: False, COMPILE: True}, limit=0.1),
+    "int8 weights": Option({"model.quantize": "int8"}, limit=0.1),
+    "nf4 weights": Option({"model.quantize": "nf4"}, limit=0.4),
+    "deterministic": Option({"train.deterministic": True}),
+    "cuDNN attention": Option({"model.attention_backend": "_native_cudnn"}, needs="cuda"),
+    "FlashAttention": Option({"model.attention_backend": "_native_flash"}),
+    "offloaded": Option({"train.offload_blocks": "all"}),
+    "fp8 weights, offloaded": Option(FP8 | {"train.offload_blocks": "all"}, limit=0.1),
+    "four unequal texts": Option(texts="four"),
+    "four unequal texts, compiled, checkpointing auto": Option(BEST, texts="four"),
+    "three controls": Option(family="edit_plus"),
+    "three controls, compiled, checkpointing auto": Option(BEST, family="edit_plus"),
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A line of the file.
+
+    Attributes:
+        name: of the line.
+        section: of SECTIONS.
+        work: the module here, and its function.
+        arguments: of the function, after the place to work in.
+        limit_s: it is ended then. It does not begin in less than half of it.
+        alone: it changes its process: no other is measured there.
+        needs: see Option.
+    """
+
+    name: str
+    section: int
+    work: str
+    arguments: tuple[Any, ...] = ()
+    limit_s: float = 60
+    alone: bool = False
+    needs: str = ""
+
+
+def _ceilings() -> list[Measurement]:
+    names = ["copy", "products bf16", "products fp8"]
+    found = [Measurement(name, 0, f"ceilings.{name.replace(' ', '_')}", limit_s=40) for name in names]
+    for backend, masked in (
+        ("native", False),
+        ("flash", False),
+        ("cudnn", False),
+        ("efficient", False),
+        ("native", True),
+        ("cudnn", True),
+        ("efficient", True),
+    ):
+        name = f"attention {backend}{', masked' if masked else ''}"
+        needs = "cuda" if backend in ("cudnn", "efficient") else ""
+        found.append(Measurement(name, 0, "ceilings.attention", (backend, masked), 40, needs=needs))
+    return [*found, Measurement("attention varlen", 0, "ceilings.varlen", limit_s=40, needs="cuda")]
+
+
+def _checks() -> list[Measurement]:
+    found = [Measurement(f"check {kind}", 1, "check.plain", (kind,)) for kind in ("one", "four", "three controls")]
+    for name, option in OPTIONS.items():
+        limit_s = 120 if COMPILE in option.settings else 60
+        alone = "train.deterministic" in option.settings
+        found.append(Measurement(f"check {name}", 1, "check.option", (name,), limit_s, alone, option.needs))
+    return found
+
+
+def _steps() -> list[Measurement]:
+    found = [Measurement("step plain", 2, "step.plain", limit_s=120)]
+    for name, option in OPTIONS.items():
+        slow = COMPILE in option.settings or option.texts == "four"
+        alone = "train.deterministic" in option.settings
+        section = 6 if "offloaded" in name else 2
+        found.append(
+            Measurement(f"step {name}", section, "step.option", (name,), 180 if slow else 120, alone, option.needs)
+        )
+    return found
+
+
+def _all() -> dict[str, Measurement]:
+    found = [Measurement("machine", 0, "step.machine"), *_ceilings(), *_checks(), *_steps()]
+    found.sort(key=lambda one: one.section)
+    return {one.name: one for one in found}
+
+
+MEASUREMENTS = _all()

@@ -1,0 +1,108 @@
+"""benchmarks/gpu.py at tiny size on a CPU, every branch; and what becomes of measurements that die or hang."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from tests.conftest import ROOT
+
+FOLDER = str(ROOT / "benchmarks")
+WORKER = f"""
+import os, signal, sys
+sys.path.insert(0, {FOLDER!r})
+from on_gpu.process import serve
+
+def measured(name):
+    if name == "dies":
+        print("killed by the driver", flush=True)
+        os._exit(3)
+    if name == "hangs":
+        signal.pause()
+    return {{"rows": [], "process": os.getpid(), "spent": name == "spends"}}
+
+serve(int(sys.argv[1]), measured)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts_are_importable():
+    sys.path.insert(0, FOLDER)
+    yield
+    sys.path.remove(FOLDER)
+
+
+def apart(names: list[str], folder: Path, code: str = WORKER, minutes: float = 60) -> dict:
+    from on_gpu.process import apart
+
+    wanted = [SimpleNamespace(name=name, limit_s=1 if name == "hangs" else 300) for name in names]
+    command, deadline = [sys.executable, "-c", code], time.monotonic() + 60 * minutes
+    return {one.name: line for one, line in apart(command, wanted, deadline, folder / "printed.txt")}
+
+
+def test_a_measurement_that_dies_or_hangs_loses_its_own_line_and_the_next_gets_another_process(tmp_path: Path) -> None:
+    lines = apart(["one", "two", "dies", "three", "hangs", "spends", "four"], tmp_path)
+    assert "ended with 3: killed by the driver" in lines["dies"]["error"]
+    assert lines["hangs"]["error"] == "took longer than 1 s"
+    processes = [lines[name]["process"] for name in ("one", "two", "three", "spends", "four")]
+    assert processes[0] == processes[1] and len(set(processes)) == 4
+
+
+def test_what_has_no_time_left_has_no_line_and_a_process_that_does_not_start_ends_all(tmp_path: Path) -> None:
+    assert apart(["one"], tmp_path, minutes=0) == {"one": None}
+    with pytest.raises(RuntimeError, match="does not start: ImportError: no such library"):  # its last line
+        apart(["one"], tmp_path, "raise ImportError('no such library')")
+
+
+def test_each_measurement_runs_at_tiny_size_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu
+    import torch
+    from on_gpu import table
+
+    monkeypatch.setattr(torch, "compile", lambda work, **_: work)  # compiling takes minutes
+    # The steps of other options are those of their checks, taken by the same code.
+    same = [f"step {name}" for name in table.OPTIONS if name not in ("default", "four unequal texts", "offloaded")]
+    wanted = [name for name in gpu.MEASUREMENTS if name not in same]
+    file = tmp_path / "lines.json"
+    words = ["--size", "tiny", "--in-process", "--work", str(tmp_path / "work"), "--out", str(file), "--only", *wanted]
+    gc.freeze()  # each measurement collects garbage: its own is little
+    try:
+        assert gpu.main(words) == 0
+    finally:
+        gc.unfreeze()
+    lines = {line["name"]: line for line in gpu.read(file)}
+    assert list(lines) == wanted
+    errors = {name: line["error"] for name, line in lines.items() if "error" in line}
+    kernels = {name for name in wanted if gpu.MEASUREMENTS[name].needs == "cuda"}
+    assert {name for name, error in errors.items() if error.endswith("it needs a GPU")} == kernels
+    others = {name: error for name, error in errors.items() if name not in kernels}
+    assert {name for name in others if not ("auto" in name or "fp8 products" in name)} == set(), others
+
+
+def test_a_call_goes_on_where_the_last_one_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import gpu
+
+    file, asked = tmp_path / "lines.json", []
+
+    def in_workers(wanted, options):
+        asked.append([one.name for one in wanted])
+        yield wanted[0], {"rows": [], "took_s": 1.0, "spent": False}
+        yield wanted[1], None
+
+    with mock.patch.object(gpu, "in_workers", in_workers):
+        words = ["--out", str(file), "--work", str(tmp_path), "--only", "machine", "copy", "products*"]
+        gpu.main(words)
+        with file.open("a") as out:
+            out.write('{"name": "copy", "sec')  # the machine was taken away
+        gpu.main([*words, "--skip-done"])
+    assert asked == [["machine", "copy", "products bf16", "products fp8"], ["copy", "products bf16", "products fp8"]]
+    assert "no time for 1: copy\ngo on with --skip-done" in capsys.readouterr().out
+    assert [line["name"] for line in gpu.read(file)] == ["machine", "copy"]
+    assert "spent" not in json.loads(file.read_text().splitlines()[0])
