@@ -9,7 +9,7 @@ import os
 def quiet_imports() -> None:
     """Silence what libraries print while they are imported, about parts that nobody asked for."""
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    for library in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+    for library in ("torchao", "bitsandbytes", "torch.utils._pytree", "torch._higher_order_ops.wrap"):
         logging.getLogger(library).setLevel(logging.ERROR)
 
 

@@ -380,9 +380,10 @@ class TrainConfig(Section):
     gradient_accumulation_steps: int = Field(
         1, gt=0, le=4096, description="Batches of each process per optimizer step."
     )
-    gradient_checkpointing: bool | Annotated[int, Field(gt=0, le=1000)] = Field(
-        True,
-        description="Recompute the activations of blocks instead of keeping them; n: only those of every n-th block.",
+    gradient_checkpointing: bool | Literal["auto"] | Annotated[int, Field(gt=0, le=1000)] = Field(
+        "auto",
+        description="Recompute the activations of blocks instead of keeping them; n: only those of every n-th block; "
+        "auto: as few as the GPU's free memory allows, and true without a GPU.",
     )
     mixed_precision: Annotated[Literal["no", "bf16"], word("no")] = Field(
         "bf16", description="Precision of computation and of frozen weights; no: float32."
@@ -423,6 +424,11 @@ class TrainConfig(Section):
         if self.epochs is not None and "max_steps" in self.model_fields_set:
             raise ValueError("max_steps and epochs exclude each other")
         return self
+
+    @property
+    def checkpointed_every(self) -> int:
+        """n for every n-th block, 0 for none. With auto, memory decides how many of all are checkpointed after all."""
+        return 1 if self.gradient_checkpointing == "auto" else int(self.gradient_checkpointing)
 
 
 class OptimizerConfig(Section):

@@ -55,7 +55,7 @@ class Flops:
 
     Attributes:
         forward, backward: the model's own work.
-        recomputed: the forward pass of checkpointed blocks, once more.
+        recomputed: the forward pass of checkpointed blocks once more, as far as nothing of it is kept.
     """
 
     forward: float
@@ -75,6 +75,7 @@ def step_flops(
     *,
     all_trained: bool,
     checkpointed_blocks: int = 0,
+    keeping_attention: int = 0,
 ) -> Flops:
     """Count the operations of a training step on one sample.
 
@@ -89,6 +90,7 @@ def step_flops(
         text_tokens: those of the prompt as Qwen2.5-VL gives it, its images included.
         all_trained: all weights are trained, not an adapter on frozen ones.
         checkpointed_blocks: how many blocks are recomputed in the backward pass.
+        keeping_attention: so many of them but for their attention.
     """
     width, tokens = architecture.width, image_tokens + text_tokens
     layers = 2 * 12 * width**2 * tokens * architecture.blocks
@@ -100,6 +102,7 @@ def step_flops(
     forward = layers + attention + modulation + ends
     backward = layers + 2 * attention + ends + (layers + 2 * modulation + ends if all_trained else 0)
     recomputed = (layers + attention + modulation) * checkpointed_blocks / architecture.blocks
+    recomputed -= attention * keeping_attention / architecture.blocks
     return Flops(float(forward), float(backward), float(recomputed))
 
 

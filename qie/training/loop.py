@@ -17,7 +17,7 @@ from qie.errors import QieError
 from qie.pretrained import PretrainedModel
 from qie.training import checkpoint
 from qie.training.checkpoint_folders import checkpoints, find_resume, remove_leftovers, remove_old
-from qie.training.memory import explained_memory, plan_memory, tell_memory
+from qie.training.memory import explained_memory, fill_memory, memory_to_fill, plan_memory, tell_memory
 from qie.training.processes import deterministic, stop_requested
 from qie.training.reporting.card import Reporter, read_run, write_run
 from qie.training.reporting.metrics import MetricsFile, StepMetrics, Validation
@@ -94,9 +94,11 @@ def train(
         if main:
             remove_leftovers(output_dir)
         setup = plan_memory(config, pretrained, stream, accelerator)
+        if config.train.gradient_checkpointing == "auto":
+            setup = fill_memory(setup, memory_to_fill(config, stream, accelerator.device))
         tell_memory(setup, accelerator.device, listener.say)
         with explained_memory(setup), deterministic() if config.train.deterministic else nullcontext():
-            run = Run(config, pretrained, stream, accelerator, resume_from)
+            run = Run(config, pretrained, stream, accelerator, resume_from, kept=setup.kept)
             for line in unheeded(config, run.steps, masked=stream.samples.masked):
                 listener.say(line)
             listener.start(run.step, run.steps)

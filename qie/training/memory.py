@@ -13,11 +13,18 @@ from accelerate import Accelerator
 from diffusers import QwenImageTransformer2DModel
 
 from qie.config import Config, Quantization
+from qie.data.live import LiveSamples
 from qie.data.stream import Stream
 from qie.errors import ConfigError, QieError
 from qie.pretrained import PretrainedModel
 from qie.training.flops import Architecture
-from qie.training.model.blocks import checkpointed_blocks
+from qie.training.model.blocks import (
+    NOTHING_KEPT,
+    KeptActivations,
+    blocks_keeping_attention,
+    checkpointed_blocks,
+    offloaded_blocks,
+)
 from qie.training.model.load import empty_transformer, train_all_weights
 from qie.training.model.lora import add_lora
 
@@ -28,6 +35,10 @@ _RESTORED_BYTES: dict[Quantization, int] = {"fp8": 10, "int8": 6, "nf4": 2}
 # State of a trained weight, in copies of it, by the name of the optimizer's class; an unknown one counts as AdamW.
 _STATES = {"SGD": 1, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0, "Muon": 1, "Prodigy": 4}
 _CONTEXT_BYTES = 1 << 30
+# torch's own kernels: what others call, and how, is theirs to change.
+_FUSED = None, "native", "_native_cudnn", "_native_efficient", "_native_flash"
+_RESERVE = 0.1
+"""The part of a GPU's memory that `fill_memory` leaves: the estimate may err, and the allocator loses some to gaps."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +113,8 @@ class Setup:
         value_bytes: 2 or 4 for a number in a computation, and for a frozen weight that is not quantised.
         trained_bytes: a trained weight, and its gradient.
         optimizer_bytes: the optimizer's state for each trained number.
-        gradient_checkpointing, offload_blocks: see `checkpoint_activations`.
+        gradient_checkpointing, offload_blocks, kept, compiled: see `checkpoint_activations`.
+        fused_attention: its outputs can be kept, see `blocks_keeping_attention`.
         accumulates: gradients of one batch are added to those of another.
         processes: the number that train together.
         sharded: each process holds its part of the weights (FSDP) instead of all (DDP).
@@ -120,6 +132,9 @@ class Setup:
     ema: bool = False
     gradient_checkpointing: int = 1
     offload_blocks: int = 0
+    kept: KeptActivations = NOTHING_KEPT
+    compiled: bool = False
+    fused_attention: bool = True
     accumulates: bool = False
     processes: int = 1
     sharded: bool = False
@@ -127,6 +142,19 @@ class Setup:
     @property
     def all_trained(self) -> bool:
         return self.parameters.trained > self.parameters.frozen
+
+    @property
+    def checkpointed(self) -> list[int]:
+        """The numbers of the blocks that are recomputed."""
+        return checkpointed_blocks(
+            self.architecture.blocks, self.gradient_checkpointing, self.offload_blocks, self.kept.blocks
+        )
+
+    @property
+    def keeping_attention(self) -> list[int]:
+        """The numbers of those that are recomputed but for their attention."""
+        never = offloaded_blocks(self.architecture.blocks, self.offload_blocks) if self.compiled else ()
+        return blocks_keeping_attention(self.checkpointed, self.kept.attention, never)
 
 
 def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, accelerator: Accelerator) -> Setup:
@@ -162,8 +190,10 @@ def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, acc
         trained_bytes=trained.itemsize,
         optimizer_bytes=optimizer_bytes(config.optimizer.class_path, trained.itemsize),
         ema=section.ema_decay is not None,
-        gradient_checkpointing=int(section.gradient_checkpointing),
+        gradient_checkpointing=section.checkpointed_every,
         offload_blocks=section.offload_blocks,
+        compiled=section.compile,
+        fused_attention=model.attention_backend in _FUSED,
         accumulates=section.gradient_accumulation_steps > 1,
         processes=accelerator.num_processes,
         sharded=sharded,
@@ -230,6 +260,28 @@ def kept_bytes(setup: Setup) -> float:
     return float(kept * setup.batch_size)
 
 
+def attention_bytes(setup: Setup) -> int:
+    """Bytes of what attention gives a block for a batch: its output, and the logarithm of each row's sum in float32."""
+    tokens = setup.batch_size * (setup.image_tokens + setup.text_tokens)
+    return tokens * (setup.value_bytes * setup.architecture.width + 4 * setup.architecture.heads)
+
+
+def _activations(setup: Setup) -> list[float]:
+    """Bytes of activations when the backward pass of each block begins: what it and the blocks before it have kept, and
+    what it has recomputed. Those of blocks after it are freed."""
+    tokens = setup.batch_size * (setup.image_tokens + setup.text_tokens)
+    inputs = tokens * setup.architecture.width * setup.value_bytes
+    whole, attention = kept_bytes(setup), attention_bytes(setup)
+    checkpointed, keeping = set(setup.checkpointed), set(setup.keeping_attention)
+    found, kept = [], 0.0
+    for number in range(setup.architecture.blocks):
+        kept_of_attention = attention if number in keeping else 0
+        again = whole - kept_of_attention if number in checkpointed else 0.0
+        kept += inputs + kept_of_attention if number in checkpointed else whole
+        found.append(kept + again)
+    return found
+
+
 def estimate(setup: Setup) -> Estimate:
     """The most memory that a training step takes."""
     parameters, blocks = setup.parameters, setup.architecture.blocks
@@ -246,24 +298,23 @@ def estimate(setup: Setup) -> Estimate:
     # Autocast's copies of trained weights last for the forward pass.
     copied = setup.all_trained and setup.trained_bytes > setup.value_bytes
     casts = parameters.trained * setup.value_bytes / parts if copied else 0.0
-    checkpointed = len(checkpointed_blocks(blocks, setup.gradient_checkpointing, setup.offload_blocks))
     tokens = (setup.image_tokens + setup.text_tokens) * setup.batch_size * setup.architecture.width
-    kept = kept_bytes(setup)
-    # A checkpointed block keeps its input; one at a time is recomputed.
-    recomputed = kept if checkpointed else 0.0
-    activations = casts + checkpointed * tokens * setup.value_bytes + (blocks - checkpointed) * kept + recomputed
     # The MLP's values and their gradients, or queries in float32: about so many numbers of the width for each token.
     intermediate = (12.0 if setup.all_trained else 8.0) * tokens * setup.value_bytes
     if setup.quantize:
         intermediate += _RESTORED_BYTES[setup.quantize] * 4 * setup.architecture.width**2  # the MLP's, the largest
     stays = setup.accumulates or setup.processes > 1
+    # Before a block's backward pass, the blocks after it have their gradients. Casts are freed with activations.
+    moments = [
+        (
+            gradients * (1.0 if stays else (blocks - 1 - number) / blocks),
+            casts * (number + 1) / blocks + activations,
+            intermediate,
+        )
+        for number, activations in enumerate(_activations(setup))
+    ]
     # torch's optimizers work on all weights at once, when activations are freed.
-    step = trained / parts if setup.optimizer_bytes > 2 else 0.0
-    moments = (
-        (gradients if stays else 0.0, activations, intermediate),
-        (gradients if stays else gradients * (1 - 1 / blocks), recomputed, intermediate),
-        (gradients, 0.0, step),
-    )
+    moments.append((gradients, 0.0, trained / parts if setup.optimizer_bytes > 2 else 0.0))
     gradients, activations, workspace = max(moments, key=sum)
     return Estimate(
         weights=(frozen + trained) / parts + gathered,
@@ -272,6 +323,34 @@ def estimate(setup: Setup) -> Estimate:
         activations=activations,
         workspace=_CONTEXT_BYTES + workspace,
     )
+
+
+def fill_memory(setup: Setup, budget_bytes: float) -> Setup:
+    """The setup that recomputes as little as its budget allows: first not attention, then not whole blocks."""
+
+    def fits(kept: KeptActivations) -> bool:
+        return estimate(replace(setup, kept=kept)).total <= budget_bytes
+
+    checkpointed = len(setup.checkpointed)
+    most = checkpointed if setup.fused_attention else 0
+    attention = max((count for count in range(most + 1) if fits(KeptActivations(0, count))), default=0)
+    blocks = 0
+    if attention == most:
+        blocks = max((count for count in range(checkpointed + 1) if fits(KeptActivations(count, most))), default=0)
+    return replace(setup, kept=KeptActivations(blocks, attention))
+
+
+def memory_to_fill(config: Config, stream: Stream, device: torch.device) -> float:
+    """Bytes of a device for a run with train.gradient_checkpointing=auto; 0 where nobody can tell.
+
+    What other programs take is not free. Encoders that encode rows live take as much as they need, when they do.
+    """
+    live = config.cache.write_through or (isinstance(stream.samples, LiveSamples) and stream.samples.lacking)
+    if device.type != "cuda" or live:
+        return 0.0
+    free, whole = torch.cuda.mem_get_info(device)
+    keep = config.cache.keep
+    return free - _RESERVE * whole - (keep.budget_bytes if "gpu" in (keep.latents, keep.embeds) else 0)
 
 
 def advice(setup: Setup) -> list[str]:
@@ -283,7 +362,7 @@ def advice(setup: Setup) -> list[str]:
 
 def _changes(setup: Setup) -> list[tuple[str, Setup]]:
     blocks, parameters = setup.architecture.blocks, setup.parameters
-    changes = [("train.gradient_checkpointing=true", replace(setup, gradient_checkpointing=1))]
+    changes = [("train.gradient_checkpointing=true", replace(setup, gradient_checkpointing=1, kept=NOTHING_KEPT))]
     if setup.batch_size > 1:
         steps = f"data.batch_size=1 with train.gradient_accumulation_steps={setup.batch_size} times as many"
         changes.append((steps, replace(setup, batch_size=1)))
@@ -312,6 +391,13 @@ def _changes(setup: Setup) -> list[tuple[str, Setup]]:
     return changes
 
 
+def recomputation(setup: Setup) -> str:
+    """What the backward pass computes again, as a person reads it."""
+    again, but_attention = len(setup.checkpointed), len(setup.keeping_attention)
+    found = f"{again} of {setup.architecture.blocks} blocks are recomputed"
+    return f"{found}, {but_attention} of them without their attention" if but_attention else found
+
+
 def tell_memory(setup: Setup, device: torch.device, say: Callable[[str], object]) -> None:
     """Say how much of a GPU's memory a run will need, with advice if that is more than is free."""
     if device.type != "cuda":
@@ -319,6 +405,8 @@ def tell_memory(setup: Setup, device: torch.device, say: Callable[[str], object]
     free, _ = torch.cuda.mem_get_info(device)
     expected = estimate(setup)
     say(f"the run needs about {_gb(expected.total)} of the GPU's memory; {_gb(free)} are free")
+    if setup.kept != NOTHING_KEPT:
+        say(f"activation checkpointing: {recomputation(setup)}")
     if expected.total > free:
         say("\n".join([*expected.lines(), "to need less:", *advice(setup)[:4]]))
 

@@ -32,6 +32,7 @@ from qie.training.checkpoint import (
     require_steps,
 )
 from qie.training.checkpoint_folders import STATE_FILE, explained_damage
+from qie.training.model.blocks import NOTHING_KEPT, KeptActivations
 from qie.training.model.load import load_shift
 from qie.training.model.sharding import TensorFiles, require_finite, whole
 from qie.training.model.trainable import TrainableModel
@@ -53,6 +54,7 @@ class Run:
         stream: this process's batches.
         accelerator: device, precision and processes.
         resume_from: a checkpoint folder; None for a new run.
+        kept: what activation checkpointing keeps.
 
     Attributes:
         step, steps: optimizer steps done, and planned.
@@ -72,11 +74,12 @@ class Run:
         stream: Stream,
         accelerator: Accelerator,
         resume_from: Path | None = None,
+        *,
+        kept: KeptActivations = NOTHING_KEPT,
     ) -> None:
         self.config, self.pretrained, self.stream, self.accelerator = config, pretrained, stream, accelerator
         train = config.train
-        planned = None if train.epochs is None else count_batches(stream, train.epochs)
-        self._planned_batches = planned
+        planned = self._planned_batches = None if train.epochs is None else count_batches(stream, train.epochs)
         self.steps = train.max_steps if planned is None else math.ceil(planned / train.gradient_accumulation_steps)
         # Everything that can be refused is refused before the weights are read.
         check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device, self.steps)
@@ -89,7 +92,7 @@ class Run:
         if resume_from and state and main:
             require_same(state, self._identity, resume_from)
         dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
-        self.trainable = TrainableModel(pretrained, config, dtype, accelerator.device, weights=resume_from)
+        self.trainable = TrainableModel(pretrained, config, dtype, accelerator.device, weights=resume_from, kept=kept)
         self.optimizer = make_optimizer(config.optimizer, list(self.trainable.parameters.values()))
         self.schedule = make_schedule(config.lr_scheduler, self.optimizer, self.steps)
         self._stepper = self.trainable.prepare(accelerator, self.optimizer)

@@ -36,7 +36,7 @@ from qie.config import Config
 from qie.pretrained import open_pretrained
 from qie.training.flops import step_flops
 from qie.training.memory import Setup, estimate, kept_bytes, plan_memory
-from qie.training.model.blocks import checkpointed_blocks
+from qie.training.model.blocks import KeptActivations
 from qie.training.processes import open_accelerator
 from qie.training.run import PreparedBatch, Run
 from qie.types import Batch
@@ -85,8 +85,8 @@ def build_belief(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    """A step of the released model, but for the number of its blocks. `settings` are keys of the configuration, and the
-    value "all" is the number of blocks."""
+    """A step of the released model, but for the number of its blocks. `settings` are keys of the configuration, `kept`
+    the blocks and the attention that are; the value "all" is the number of blocks."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     blocks: int = 2
@@ -94,6 +94,7 @@ class Case:
     size: int = 1024
     text_tokens: tuple[int, ...] = (1408,)
     zero_cond_t: bool = False
+    kept: tuple[int | str, int | str] = (0, 0)
     steps: int = 2
 
 
@@ -265,9 +266,10 @@ def measure(case: Case, folder: Path) -> Measured:
         return QwenImageTransformer2DModel.from_config(described).to(torch_dtype)
 
     stream = SimpleNamespace(samples=SimpleNamespace(columns=columns(case)), epoch=0, state_dict=dict, forever=iter)
-    setup = plan_memory(config, pretrained, stream, accelerator)
+    kept = KeptActivations(*(case.blocks if value == "all" else int(value) for value in case.kept))
+    setup = replace(plan_memory(config, pretrained, stream, accelerator), kept=kept)
     with fake_gpu() as device, mock.patch.object(QwenImageTransformer2DModel, "from_pretrained", read):
-        run = Run(config, pretrained, stream, accelerator)
+        run = Run(config, pretrained, stream, accelerator, kept=kept)
         loaded = device.peak
         run.batches = prepared(case, run)
         for _ in range(case.steps):
@@ -358,7 +360,8 @@ def estimated(found: Measured, setup: Setup, case: Case) -> Measured:
         setup.image_tokens,
         setup.text_tokens,
         all_trained=setup.all_trained,
-        checkpointed_blocks=len(checkpointed_blocks(case.blocks, setup.gradient_checkpointing, setup.offload_blocks)),
+        checkpointed_blocks=len(setup.checkpointed),
+        keeping_attention=len(setup.keeping_attention),
     )
     count = len(case.text_tokens)
     values = {name: float(value) for name, value in asdict(estimate(setup)).items()}

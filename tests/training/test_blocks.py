@@ -6,16 +6,27 @@ Bit for bit, since the same kernels run on the same numbers at equally aligned a
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from peft import LoraConfig
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qie.errors import ConfigError, QieError
 from qie.training.model import blocks as blocks_module
-from qie.training.model.blocks import checkpoint_activations, checkpointed_blocks, compile_blocks, offloaded_blocks
+from qie.training.model.blocks import (
+    KeptActivations,
+    blocks_keeping_attention,
+    checkpoint_activations,
+    checkpointed_blocks,
+    compile_blocks,
+    offloaded_blocks,
+)
 from tests.training.small import gradients, inputs, small_transformer
 
 CPU = torch.device("cpu")
@@ -80,6 +91,52 @@ def test_the_chosen_blocks_alone_are_recomputed_and_no_bit_of_a_gradient_changes
         assert calls == [*range(6), *reversed(checkpointed_blocks(6, every, offload))]
     assert alive(copies) == 0
     assert len(copies) == 4 * offload * MATRICES, "forward and again, in two passes: each matrix once each"
+
+
+class Operations(TorchDispatchMode):
+    """Counts the calls of each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.calls[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("every", "offload", "kept", "checkpointed", "attention"),
+    [
+        (1, 0, KeptActivations(0, 6), 6, 6),
+        (1, 0, KeptActivations(0, 2), 6, 2),
+        (1, 0, KeptActivations(2, 6), 4, 4),
+        (1, 0, KeptActivations(2, 1), 4, 1),
+        (1, 0, KeptActivations(9, 9), 0, 0),
+        (2, 0, KeptActivations(1, 1), 2, 1),
+        (1, 3, KeptActivations(2, 6), 4, 4),
+        (0, 6, KeptActivations(6, 5), 6, 5),
+    ],
+)
+def test_what_is_kept_is_not_computed_again_and_no_bit_of_a_gradient_changes(
+    every: int, offload: int, kept: KeptActivations, checkpointed: int, attention: int, expected, copies
+) -> None:
+    transformer = small_transformer()
+    checkpoint_activations(transformer, every, offload, CPU, kept=kept)
+    for _ in range(2):
+        with Operations() as done:
+            assert_bit_equal(gradients(transformer), expected)
+        computed = [done.calls[name] for name in ("_scaled_dot_product_flash_attention_for_cpu", "gelu")]
+        assert computed == [6 + checkpointed - attention, 2 * (6 + checkpointed)]
+    assert alive(copies) == 0
+    with torch.no_grad():
+        assert torch.equal(transformer(**inputs())[0], expected["output"])
+
+
+def test_gradients_of_all_weights_are_those_where_attention_is_kept() -> None:
+    transformer = small_transformer(lora=False)
+    checkpoint_activations(transformer, 1, kept=KeptActivations(1, 6))
+    assert_bit_equal(gradients(transformer), gradients(small_transformer(lora=False)))
 
 
 def test_gradients_of_all_weights_are_those_without_checkpointing() -> None:
@@ -261,6 +318,16 @@ def test_each_nth_block_is_checkpointed_and_each_offloaded_one() -> None:
     assert checkpointed_blocks(7, 0, 2) == [0, 3]
 
 
+def test_the_last_blocks_keep_what_may_be_kept() -> None:
+    assert checkpointed_blocks(7, 1, kept_blocks=3) == [0, 1, 2, 3]
+    assert checkpointed_blocks(7, 3, kept_blocks=1) == [0, 3]
+    assert checkpointed_blocks(7, 1, 2, kept_blocks=5) == [0, 3] == checkpointed_blocks(7, 1, 2, kept_blocks=9)
+    assert blocks_keeping_attention([0, 1, 3], 2) == [1, 3]
+    assert blocks_keeping_attention([0, 1, 3], 2, never=[1]) == [0, 3]
+    assert blocks_keeping_attention([0, 1, 3], 9) == [0, 1, 3]
+    assert blocks_keeping_attention([0, 1, 3], 0) == []
+
+
 class CountingBackend:
     """A backend of torch.compile that runs graphs as they are."""
 
@@ -296,10 +363,35 @@ def test_each_block_runs_compiled_and_few_graphs_serve_all_blocks_and_sizes(expe
 def test_the_backward_pass_of_compiled_blocks_reads_no_evicted_weights(copies) -> None:
     """It saves parameters themselves, where layers that are not compiled save what they made of them."""
     transformer = small_transformer(num_layers=2)
-    checkpoint_activations(transformer, 0, 2, CPU)
+    # Compiled as one with its recomputation, a block would hold its weights from the forward pass to the backward pass.
+    checkpoint_activations(transformer, 0, 2, CPU, kept=KeptActivations(0, 2), compiled=True)
     compile_blocks(transformer, "aot_eager")
+    held: list[int] = []
+    transformer.register_forward_hook(lambda *_: held.append(alive(copies)))
     assert_equal_but_for_rounding(gradients(transformer), gradients(small_transformer(num_layers=2)))
-    assert alive(copies) == 0
+    assert held == [0] and alive(copies) == 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_block_computes_again_all_but_attention() -> None:
+    graphs: dict[str, list[str]] = {}
+
+    def noting(which: str):
+        def note(graph: torch.fx.GraphModule, _: list[torch.Tensor]):
+            graphs[which] = [str(node.target) for node in graph.graph.nodes]
+            return make_boxed_func(graph.forward)
+
+        return note
+
+    transformer = small_transformer(num_layers=1)
+    checkpoint_activations(transformer, 1, kept=KeptActivations(0, 1), compiled=True)
+    compile_blocks(transformer, aot_autograd(fw_compiler=noting("forward"), bw_compiler=noting("backward")))
+    assert_equal_but_for_rounding(gradients(transformer), gradients(small_transformer(num_layers=1)))
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert [graphs[which].count(attention) for which in ("forward", "backward")] == [1, 0]
+    # Only a forward pass has products with a bias.
+    products = {which: names.count("aten.addmm.default") for which, names in graphs.items()}
+    assert products["backward"] >= products["forward"] - 2 > 10
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -60,7 +60,9 @@ def test_the_released_model_costs_what_torch_counts_for_it() -> None:
     assert flops.forward == pytest.approx(forward, rel=0.001)
     assert flops.backward == pytest.approx(backward, rel=0.05)
 
+    kept = step_flops(REAL, 8192, 1408, all_trained=False, checkpointed_blocks=60, keeping_attention=20)
     adapter = step_flops(REAL, 8192, 1408, all_trained=False, checkpointed_blocks=60)
+    assert adapter.recomputed - kept.recomputed == pytest.approx(20 * 4 * 9600**2 * 3072)
     assert adapter.model / 1e12 == pytest.approx(464, abs=2)
     assert (adapter.model + adapter.recomputed) / 1e12 == pytest.approx(662, abs=2)
     everything = step_flops(REAL, 8192, 1408, all_trained=True)

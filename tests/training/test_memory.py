@@ -13,6 +13,7 @@ from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
 
 from qie.config import load_config
+from qie.data.live import LiveSamples
 from qie.errors import ConfigError, ModelError, QieError
 from qie.pretrained import open_pretrained
 from qie.training.flops import Architecture
@@ -20,14 +21,17 @@ from qie.training.memory import (
     Parameters,
     Setup,
     advice,
+    attention_bytes,
     estimate,
     explained_memory,
+    fill_memory,
     kept_bytes,
+    memory_to_fill,
     optimizer_bytes,
     plan_memory,
     tell_memory,
 )
-from qie.training.model.blocks import checkpoint_activations
+from qie.training.model.blocks import NOTHING_KEPT, KeptActivations, checkpoint_activations
 from qie.training.model.load import empty_transformer
 from qie.training.model.lora import round_adapters
 from tests.conftest import ROOT
@@ -157,7 +161,69 @@ def test_a_checkpointed_block_keeps_its_inputs() -> None:
     measured, inner = sum(kept.values()), kept_bytes(setup)
     assert estimate(setup).activations - inner == pytest.approx(measured)
     every_other = replace(setup, gradient_checkpointing=2)
-    assert estimate(every_other).activations == pytest.approx(measured / 2 + 4 * inner)
+    # The last block's are freed before another is recomputed.
+    assert estimate(every_other).activations == pytest.approx(measured / 2 + 3 * inner)
+
+
+def test_what_blocks_keep_is_counted_until_their_backward_pass(released) -> None:
+    setup = released[0]
+    block, attention, inputs = kept_bytes(setup), attention_bytes(setup), 9600 * 3072 * 2
+
+    def activations(blocks: int, attention: int) -> float:
+        return estimate(replace(setup, kept=KeptActivations(blocks, attention))).activations
+
+    assert attention == 9600 * (3072 * 2 + 24 * 4)
+    assert activations(0, 0) == 60 * inputs + block
+    # The block that is recomputed keeps its attention already.
+    assert activations(0, 60) == 60 * inputs + 59 * attention + block
+    # Where the first block of all is recomputed, those that keep theirs are through.
+    assert activations(1, 0) == 59 * inputs + block
+    assert activations(3, 60) == 57 * inputs + 57 * attention + 3 * block
+    assert activations(60, 60) == 60 * block
+
+
+@pytest.mark.parametrize("changes", [{}, {"quantize": "fp8"}, {"offload_blocks": 20, "compiled": True}], ids=str)
+@pytest.mark.parametrize("gb", [10, 30, 49, 60, 72, 140])
+def test_memory_is_filled_with_attention_first_and_not_beyond_the_budget(released, changes, gb: int) -> None:
+    setup = replace(released[0], **changes)
+    filled = fill_memory(setup, gb * 1e9)
+    blocks, attention = len(filled.checkpointed), len(filled.keeping_attention)
+    offloaded = 20 if changes.get("compiled") else 0
+    assert replace(filled, kept=NOTHING_KEPT) == setup
+    if estimate(setup).total > gb * 1e9:
+        assert filled == setup
+        return
+    assert estimate(filled).total <= gb * 1e9
+    more = (
+        KeptActivations(filled.kept.blocks + 1, 60)
+        if attention == blocks - offloaded
+        else KeptActivations(0, attention + 1)
+    )
+    assert blocks == offloaded or estimate(replace(setup, kept=more)).total > gb * 1e9
+    assert blocks == 60 or attention == blocks - offloaded
+    assert filled.kept.attention == 60 or filled.kept.blocks == 0
+
+
+def test_without_a_fused_kernel_whole_blocks_alone_are_kept(released) -> None:
+    kept = fill_memory(replace(released[0], fused_attention=False), 60e9).kept
+    assert kept.blocks > 0 and kept.attention == 0
+
+
+def test_what_auto_may_fill_is_free_and_neither_reserved_nor_promised_to_others(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 10**9, 80 * 10**9))
+
+    def gb(*settings: str, samples: object = None, device: str = "cuda:0") -> float:
+        config = load_config(ROOT / "configs" / "edit_lora.yaml", settings)
+        return memory_to_fill(config, SimpleNamespace(samples=samples), torch.device(device)) / 1e9
+
+    assert gb() == gb("cache.keep.latents=cpu") == 62
+    assert gb("cache.keep.embeds=gpu") == 54
+    assert gb("cache.write_through=true") == gb(device="cpu") == 0
+    live = LiveSamples(*[None] * 4)
+    monkeypatch.setattr(LiveSamples, "lacking", ())
+    assert gb(samples=live) == 62
+    monkeypatch.setattr(LiveSamples, "lacking", (3,))
+    assert gb(samples=live) == 0
 
 
 def test_parameters_are_counted_without_loading(tiny_edit: Path, tmp_path: Path) -> None:
@@ -252,6 +318,9 @@ def test_a_run_on_a_gpu_says_what_it_needs_and_what_is_free_and_what_to_change(
     parts = [*expected.lines(), "to need less:", *advice(released[0])[:4]]
     assert said[1:] == ([] if free * 1e9 > expected.total else ["\n".join(parts)])
     tell_memory(released[0], torch.device("cpu"), pytest.fail)
+    said.clear()
+    tell_memory(replace(released[0], kept=KeptActivations(2, 60)), torch.device("cuda"), said.append)
+    assert said[1] == "activation checkpointing: 58 of 60 blocks are recomputed, 58 of them without their attention"
     assert expected.lines()[0] == "weights      41.0 GB" and str(expected).splitlines() == expected.lines()
     assert expected.lines()[-1].startswith("total ")
 

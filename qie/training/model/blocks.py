@@ -1,21 +1,24 @@
-"""How the transformer's blocks run: activations recomputed, weights offloaded to host memory, compiled."""
+"""How the transformer's blocks run: activations recomputed or kept, weights offloaded to host memory, compiled."""
 
 from __future__ import annotations
 
 import math
 import mmap
+import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import checkpoint
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from qie.errors import ConfigError, QieError
 from qie.training.model.sharding import keep_from_ddp
@@ -26,10 +29,41 @@ def offloaded_blocks(blocks: int, offload_blocks: int) -> list[int]:
     return [number * blocks // offload_blocks for number in range(offload_blocks)]
 
 
-def checkpointed_blocks(blocks: int, gradient_checkpointing: int, offload_blocks: int = 0) -> list[int]:
-    """The numbers of the checkpointed ones among `blocks` blocks: each n-th (0: none), and the offloaded ones."""
+@dataclass(frozen=True)
+class KeptActivations:
+    """What is kept in spite of activation checkpointing, where there is memory for it.
+
+    It is always that of the last blocks, whose backward pass comes first: what they keep is freed before much else is
+    recomputed.
+
+    Attributes:
+        blocks: so many blocks keep all activations; offloaded ones cannot.
+        attention: so many of the others keep what attention gave them: of a block's values those that cost most to
+            compute for each byte.
+    """
+
+    blocks: int = 0
+    attention: int = 0
+
+
+NOTHING_KEPT = KeptActivations()
+
+
+def checkpointed_blocks(
+    blocks: int, gradient_checkpointing: int, offload_blocks: int = 0, kept_blocks: int = 0
+) -> list[int]:
+    """The numbers of the checkpointed ones among `blocks` blocks: each n-th (0: none) but for the last `kept_blocks` of
+    these, and the offloaded ones."""
+    offloaded = offloaded_blocks(blocks, offload_blocks)
     chosen = set(range(0, blocks, gradient_checkpointing)) if gradient_checkpointing else set()
-    return sorted(chosen | set(offloaded_blocks(blocks, offload_blocks)))
+    others = sorted(chosen - set(offloaded))
+    return sorted([*others[: max(len(others) - kept_blocks, 0)], *offloaded])
+
+
+def blocks_keeping_attention(checkpointed: Sequence[int], attention: int, never: Collection[int] = ()) -> list[int]:
+    """The numbers of the blocks that keep attention's outputs: the last ones that are not in `never`."""
+    able = [number for number in checkpointed if number not in never]
+    return able[max(len(able) - attention, 0) :]
 
 
 def checkpoint_activations(
@@ -37,6 +71,9 @@ def checkpoint_activations(
     gradient_checkpointing: int,
     offload_blocks: int = 0,
     device: torch.device | None = None,
+    *,
+    kept: KeptActivations = NOTHING_KEPT,
+    compiled: bool = False,
 ) -> None:
     """Recompute the activations of some blocks in the backward pass instead of keeping them; offload weights.
 
@@ -50,6 +87,9 @@ def checkpoint_activations(
         offload_blocks: this many blocks keep their frozen weight matrices in host memory, page-locked if `device` is a
             GPU, and have them on the device only while they are computed. Trained weights and vectors stay resident.
         device: the model computes there; None: it computes where it is.
+        kept: what is kept in spite of that.
+        compiled: `compile_blocks` will follow. Offloaded blocks then keep no attention outputs: see
+            `_checkpoint_forward`.
 
     Raises:
         ConfigError: the transformer has fewer blocks, or their weights cannot be offloaded.
@@ -62,16 +102,75 @@ def checkpoint_activations(
             expected=f"at most {len(blocks)}",
             found=offload_blocks,
         )
-    chosen = {blocks[number] for number in checkpointed_blocks(len(blocks), gradient_checkpointing, offload_blocks)}
+    offloaded = offloaded_blocks(len(blocks), offload_blocks)
+    checkpointed = checkpointed_blocks(len(blocks), gradient_checkpointing, offload_blocks, kept.blocks)
+    keeping = blocks_keeping_attention(checkpointed, kept.attention, offloaded if compiled else ())
+    if offloaded:
+        _offload(transformer, [blocks[number] for number in offloaded], device or transformer.device)
+    inside = [number for number in keeping if number not in offloaded]
+    for number in inside:
+        _checkpoint_forward(blocks[number])
+    around = {blocks[number]: number in keeping for number in checkpointed if number not in inside}
 
     def run(block: nn.Module, *inputs: Any) -> Any:
-        return checkpoint(block, *inputs, use_reentrant=False) if block in chosen else block(*inputs)
+        if block not in around:
+            return block(*inputs)
+        keep: dict[str, Any] = {"context_fn": _kept} if around[block] else {}
+        return checkpoint(block, *inputs, use_reentrant=False, **keep)
 
-    if offload_blocks:
-        offloaded = [blocks[number] for number in offloaded_blocks(len(blocks), offload_blocks)]
-        _offload(transformer, offloaded, device or transformer.device)
-    if chosen:
+    if checkpointed:
+        # It also has diffusers pass a block its inputs by place: torch finds their device, and its state, only there.
         transformer.enable_gradient_checkpointing(gradient_checkpointing_func=run)
+
+
+def _checkpoint_forward(block: nn.Module) -> None:
+    """Recompute a block but for its attention, within its `forward`, so that torch.compile compiles that, too: from
+    outside, nobody sees which operations a compiled block consists of.
+
+    An offloaded block cannot do this: compiled, it would hold its weights from the forward pass to the backward pass.
+    """
+    forward = block.forward
+
+    def checkpointed(*inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        contexts = _kept_when_compiled if torch.compiler.is_compiling() else _kept
+        return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
+
+    block.forward = checkpointed
+
+
+class _AroundAttention(TorchFunctionMode):
+    """Enters a mode of torch for the call of attention alone: it stops at each operation, which takes the host four
+    times as long around a whole block."""
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._mode if _is_attention(function) else nullcontext():
+            return function(*args, **(kwargs or {}))
+
+
+@cache
+def _is_attention(function: object) -> bool:
+    """By its name: each of torch's kernels, fused or varlen, is one operation. `math` is several, and none of them."""
+    name = str(function)
+    return re.search("attention|attn", name) is not None and "backward" not in name
+
+
+def _keep_attention(_: object, operation: object, *__: object, **___: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_attention(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_kept_when_compiled = partial(create_selective_checkpoint_contexts, _keep_attention)
+
+
+def _kept() -> tuple[_AroundAttention, _AroundAttention]:
+    """The contexts of a forward pass that keeps attention's outputs, and of its recomputation."""
+    keep, restore = _kept_when_compiled()
+    return _AroundAttention(keep), _AroundAttention(restore)
 
 
 def compile_blocks(transformer: QwenImageTransformer2DModel, backend: str | Callable[..., Any] = "inductor") -> None:

@@ -16,7 +16,7 @@ from qie.config import Config
 from qie.pretrained import PretrainedModel
 from qie.training.checkpoint_folders import explained_damage
 from qie.training.model.adapter_file import ADAPTER_FILE
-from qie.training.model.blocks import checkpoint_activations, compile_blocks
+from qie.training.model.blocks import NOTHING_KEPT, KeptActivations, checkpoint_activations, compile_blocks
 from qie.training.model.ema import Ema
 from qie.training.model.load import (
     TRANSFORMER_FOLDER,
@@ -52,6 +52,7 @@ class TrainableModel:
         device: where it is trained.
         weights: the checkpoint folder that `load` is to be called with; None for a new run. What that checkpoint
             replaces is not read: neither model.lora.continue_from, nor the base model's weights where all are trained.
+        kept: what activation checkpointing keeps.
 
     Attributes:
         transformer: the module, as diffusers has it.
@@ -69,6 +70,7 @@ class TrainableModel:
         device: torch.device,
         *,
         weights: Path | None = None,
+        kept: KeptActivations = NOTHING_KEPT,
     ) -> None:
         section = config.train
         self._lora, self._decay, self._weights = config.model.lora is not None, section.ema_decay, weights
@@ -77,7 +79,14 @@ class TrainableModel:
             if self._lora
             else _all_trained(pretrained, config, weights)
         )
-        checkpoint_activations(self.transformer, int(section.gradient_checkpointing), section.offload_blocks, device)
+        checkpoint_activations(
+            self.transformer,
+            section.checkpointed_every,
+            section.offload_blocks,
+            device,
+            kept=kept,
+            compiled=section.compile,
+        )
         if section.compile:
             compile_blocks(self.transformer)
         self.model: torch.nn.Module = self.transformer
