@@ -184,7 +184,7 @@ def write_model(bench: Bench, family: str = "edit") -> None:
 def prepare(bench: Bench) -> None:
     """Write configurations, rows and shards."""
     write_model(bench)
-    write_rows(bench)
+    write_rows(bench, bench.rows)
     encoder, source = bench.encoder(), open_source(bench.folder / "rows")
     shards = open_folder(bench.folder / "shards")
     precompute(source, encoder, shards, rows=(0, len(source)), settings=Settings(on_error="stop"))
@@ -208,10 +208,10 @@ def write_config(folder: Path, values: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_rows(bench: Bench) -> None:
+def write_rows(bench: Bench, rows: int) -> None:
     """Pictures of coloured clouds, no two alike."""
     side, drawn = bench.size.side_px, np.random.default_rng(0)
-    for number in range(bench.rows):
+    for number in range(rows):
         for folder in ("training_images", "control_images"):
             (bench.folder / "rows" / folder).mkdir(parents=True, exist_ok=True)
             clouds = Image.fromarray(drawn.integers(0, 256, (side // 16, side // 16, 3), dtype=np.uint8))

@@ -73,40 +73,81 @@ def ready(bench: Bench) -> Iterator[Inputs]:
 
 
 def encoded(bench: Bench) -> Iterator[Inputs]:
-    """The same, made by diffusers' pipeline when they are asked for."""
+    """The same, made by diffusers' pipeline when they are asked for. Images are prepared before."""
+    pipe = encoders(bench)
+    prepared = [prepare(pipe, row) for row in decoded(bench)]
+
+    def encode(row: Prepared) -> Inputs:
+        target, control, prompt, mask = encode_row(pipe, row, PROMPT)
+        return target.bfloat16(), control.bfloat16(), prompt.bfloat16(), mask
+
+    return map(encode, itertools.cycle(prepared))
+
+
+def saved(bench: Bench, folder: Path) -> Iterator[Path]:
+    """Files of rows with both prompts' embeddings, as a script writes them: a row is decoded, encoded and saved, then
+    the next."""
+    pipe = encoders(bench)
+    folder.mkdir(parents=True)
+    for number, images in enumerate(decoded(bench)):
+        row = prepare(pipe, images)
+        found = [*encode_row(pipe, row, PROMPT), *encode_prompt(pipe, row, " ")]
+        file = folder / f"{number}.pt"
+        torch.save([one if one is None else one.cpu() for one in found], file)
+        yield file
+
+
+def encoders(bench: Bench) -> QwenImageEditPipeline:
+    """The pipeline without its transformer."""
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32  # as qie's encoder
     vae = AutoencoderKLQwenImage.from_pretrained(bench.model / "vae", torch_dtype=dtype)
     text = Qwen2_5_VLForConditionalGeneration.from_pretrained(bench.model / "text_encoder", dtype=dtype)
+    pipe = QwenImageEditPipeline(None, vae.eval(), text.eval(), None, Processor(bench.model), None)
+    return pipe.to(bench.device)
+
+
+def decoded(bench: Bench) -> Iterator[list[Image.Image]]:
+    """Target and control of each row."""
     rows = open_source(bench.folder / "rows")
-    images = [
-        [Image.open(io.BytesIO(file)).convert("RGB") for file in (row.target, *row.controls)]
-        for row in map(rows.read, range(len(rows)))
-    ]
-    processor = Processed(bench.model, [control for _, control in images])
-    pipe = QwenImageEditPipeline(None, vae.eval(), text.eval(), None, processor, None).to(bench.device)
-    pixels = [[pipe.image_processor.preprocess(image).unsqueeze(2) for image in pair] for pair in images]
-
-    @torch.no_grad()
-    def encode(number: int) -> Inputs:
-        prompt, mask = pipe.encode_prompt(PROMPT, image=number, device=bench.device)
-        moved = (image.to(bench.device, dtype) for image in pixels[number])
-        target, control = (pipe._encode_vae_image(image, generator=None) for image in moved)
-        return target.bfloat16(), control.bfloat16(), prompt.bfloat16(), mask
-
-    return map(encode, itertools.cycle(range(len(rows))))
+    for row in map(rows.read, range(len(rows))):
+        yield [Image.open(io.BytesIO(file)).convert("RGB") for file in (row.target, *row.controls)]
 
 
-class Processed:
-    """Stands for Qwen2VLProcessor, which needs torchvision: it cut all controls up beforehand. An image is a number."""
+Prepared = tuple[list[torch.Tensor], BatchFeature]
 
-    def __init__(self, model: Path, images: list[Image.Image]) -> None:
-        processor = Qwen2VLImageProcessorPil.from_pretrained(model / "processor")
+
+def prepare(pipe: QwenImageEditPipeline, images: list[Image.Image]) -> Prepared:
+    """Pixels of target and control, and the control in patches."""
+    pixels = [pipe.image_processor.preprocess(image).unsqueeze(2) for image in images]
+    return pixels, pipe.processor.patches(images[-1])
+
+
+@torch.no_grad()
+def encode_row(pipe: QwenImageEditPipeline, row: Prepared, prompt: str) -> Inputs:
+    embedding, mask = encode_prompt(pipe, row, prompt)
+    moved = (pixels.to(pipe.vae.device, pipe.vae.dtype) for pixels in row[0])
+    target, control = (pipe._encode_vae_image(pixels, generator=None) for pixels in moved)
+    return target, control, embedding, mask
+
+
+@torch.no_grad()
+def encode_prompt(pipe: QwenImageEditPipeline, row: Prepared, prompt: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    embedding, mask = pipe.encode_prompt(prompt, image=row[1], device=pipe.text_encoder.device)
+    return embedding, mask
+
+
+class Processor:
+    """Stands for Qwen2VLProcessor, which needs torchvision. An image is its patches, made before."""
+
+    def __init__(self, model: Path) -> None:
+        self._images = Qwen2VLImageProcessorPil.from_pretrained(model / "processor")
         self._tokenizer = AutoTokenizer.from_pretrained(model / "tokenizer")
-        self._patches = [processor(images=[image], return_tensors="pt") for image in images]
-        self._merged = processor.merge_size**2
 
-    def __call__(self, text: list[str], images: int, **_: object) -> BatchFeature:
-        patches, pad = self._patches[images], "<|image_pad|>"
-        pads = int(patches["image_grid_thw"].prod()) // self._merged
+    def patches(self, image: Image.Image) -> BatchFeature:
+        return self._images(images=[image], return_tensors="pt")
+
+    def __call__(self, text: list[str], images: BatchFeature, **_: object) -> BatchFeature:
+        pad = "<|image_pad|>"
+        pads = int(images["image_grid_thw"].prod()) // self._images.merge_size**2
         tokens = self._tokenizer([one.replace(pad, pad * pads) for one in text], return_tensors="pt")
-        return BatchFeature({**tokens, **patches})
+        return BatchFeature({**tokens, **images})

@@ -42,17 +42,19 @@ def scripts_are_importable():
 def apart(names: list[str], folder: Path, code: str = WORKER, minutes: float = 60) -> dict:
     from on_gpu.process import apart
 
-    wanted = [SimpleNamespace(name=name, limit_s=1 if name == "hangs" else 300) for name in names]
+    wanted = [
+        SimpleNamespace(name=name, limit_s=1 if name == "hangs" else 300, alone=name == "alone") for name in names
+    ]
     command, deadline = [sys.executable, "-c", code], time.monotonic() + 60 * minutes
     return {one.name: line for one, line in apart(command, wanted, deadline, folder / "printed.txt")}
 
 
 def test_a_measurement_that_dies_or_hangs_loses_its_own_line_and_the_next_gets_another_process(tmp_path: Path) -> None:
-    lines = apart(["one", "two", "dies", "three", "hangs", "spends", "four"], tmp_path)
+    lines = apart(["one", "two", "dies", "three", "hangs", "spends", "four", "alone"], tmp_path)
     assert "ended with 3: killed by the driver" in lines["dies"]["error"]
     assert lines["hangs"]["error"] == "took longer than 1 s"
-    processes = [lines[name]["process"] for name in ("one", "two", "three", "spends", "four")]
-    assert processes[0] == processes[1] and len(set(processes)) == 4
+    processes = [lines[name]["process"] for name in ("one", "two", "three", "spends", "four", "alone")]
+    assert processes[0] == processes[1] and len(set(processes)) == 5
 
 
 def test_what_has_no_time_left_has_no_line_and_a_process_that_does_not_start_ends_all(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from measuring import Row
-from models import SIZES, Bench, Size, write_model
+from models import SIZES, Bench, Size, write_model, write_rows
 from samples import RECIPE, made, record_of
 
 from qie.config import Config
@@ -57,12 +57,15 @@ class Scale:
         return int(self.size.transformer["num_layers"])
 
 
+LENGTHS = 1398, 1391, 1404, 1388, 1411, 1395, 1402, 1385
 _SMALL = SIZES["small"]
 SCALES = {
-    "full": Scale(SIZES["full"], {"one": (1398,), "four": (1398, 1385, 1410, 1392)}, 29, 3, 6, 20, 40),
+    "full": Scale(
+        SIZES["full"], {"one": (1398,), "four": (1398, 1385, 1410, 1392), "other": LENGTHS}, 29, 3, 6, 20, 40
+    ),
     "tiny": Scale(
         replace(_SMALL, side_px=64, transformer=_SMALL.transformer | {"num_layers": 2, "num_attention_heads": 2}),
-        {"one": (16,), "four": (16, 14, 19, 15)},
+        {"one": (16,), "four": (16, 14, 19, 15), "other": (16, 14, 19, 15)},
         8,
         warm_up=1,
         steps=1,
@@ -106,17 +109,10 @@ class Place:
     def bench(self, option: Option, *, blocks: int | None = None) -> Bench:
         """A model of so many blocks, all by default, and samples for the option."""
         blocks = blocks or self.scale.blocks
-        made = Bench(
-            self.folder / f"{option.family} {blocks} {option.texts}", self.scale.size, self.device, 0, self.peak
-        )
-        if not made.folder.exists():
-            model = self.folder / option.family / "model"
-            with _new(model.parent) as folder:
-                if folder:
-                    write_model(replace(made, folder=folder), option.family)
-            with _new(made.folder) as folder:
-                assert folder
-                shutil.copytree(model, folder / "model")
+        made = self._at(f"{option.family} {blocks} {option.texts}")
+        with _new(made.folder) as folder:
+            if folder:
+                shutil.copytree(self._model(option.family), folder / "model")
                 config = folder / "model" / "transformer" / "config.json"
                 described = json.loads(config.read_text(encoding="utf-8"))
                 described |= {"num_layers": blocks, "zero_cond_t": option.family == "edit_plus"}
@@ -124,11 +120,37 @@ class Place:
                 self._write_samples(folder / "shards", option)
         return made
 
+    def rows(self) -> Bench:
+        """A model, and rows to encode."""
+        made = self._at("rows")
+        with _new(made.folder) as folder:
+            if folder:
+                shutil.copytree(self._model("edit"), folder / "model")
+                write_rows(replace(made, folder=folder), self.scale.rows)
+        return made
+
+    def new_folder(self, name: str) -> Path:
+        """Without what a measurement before has left."""
+        folder = self.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+
+    def _at(self, name: str) -> Bench:
+        return Bench(self.folder / name, self.scale.size, self.device, 0, self.peak)
+
+    def _model(self, family: str) -> Path:
+        made = self._at(family)
+        with _new(made.folder) as folder:
+            if folder:
+                write_model(replace(made, folder=folder), family)
+        return made.model
+
     def _write_samples(self, folder: Path, option: Option) -> None:
         texts, size = self.scale.texts[option.texts], self.scale.size
         width, side = size.text["hidden_size"], size.side_px // 8
-        with ShardWriter(folder, 0, SAMPLES, RECIPE) as shard:
-            for number in range(SAMPLES):
+        count = len(texts) if len(texts) > 1 else SAMPLES
+        with ShardWriter(folder, 0, count, RECIPE) as shard:
+            for number in range(count):
                 tokens, controls = texts[number % len(texts)], CONTROLS[option.family]
                 sample = made(number, tokens, side=side, width=width, tail=self.scale.tail, controls=controls)
                 shard.add(Entry.of(sample, DataRow(number, str(number), b"", (), "")), record_of(sample))
@@ -159,7 +181,7 @@ def configured(bench: Bench, option: Option, **train: Any) -> Config:
     }
     for key, value in option.settings.items():
         section, _, name = key.partition(".")
-        sections[section][name] = blocks if value == "all" else value
+        sections.setdefault(section, {})[name] = blocks if value == "all" else value
     return Config.model_validate(sections)
 
 

@@ -26,6 +26,8 @@ class Limited(Protocol):
     def name(self) -> str: ...
     @property
     def limit_s(self) -> float: ...
+    @property
+    def alone(self) -> bool: ...
 
 
 def apart(
@@ -48,6 +50,9 @@ def apart(
             if deadline - time.monotonic() < one.limit_s / 2:
                 yield one, None
                 continue
+            if worker and one.alone:
+                worker.close()
+                worker = None
             worker = worker or _Worker(command, log)
             yield one, worker.ask(one, deadline)
             if worker.spent:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import subprocess
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
+from diffusers import QwenImageTransformer2DModel
 from measuring import Row, absolute, described, seconds, versions
 from measuring import machine as machine_here
+from models import random_weights
 from plain import plain_loop
 
 from qie.training.flops import step_flops
@@ -55,6 +60,25 @@ def option(place: Place, name: str) -> Found:
         values = timed(run.training_step, place) | expected
         more = told(values, place)
     return Found([row(f"step {name}", f"qie, {name}", values, more)], values)
+
+
+def small_card(place: Place, name: str, card_gb: int) -> Found:
+    """With the weights in host memory at first, as from_pretrained has them, and a part of the GPU's memory."""
+    transformer = QwenImageTransformer2DModel
+    blocks = place.bench(OPTIONS[name]).model / "transformer"
+    with random_weights(place.device, transformer_on=torch.device("cpu")):
+        model = transformer.from_pretrained(blocks, torch_dtype=torch.bfloat16)
+    if place.gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        # A desktop and CUDA itself take a gigabyte of such a card.
+        share = (card_gb - 1) * (1 << 30) / torch.cuda.get_device_properties(place.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(share, place.device)
+    with mock.patch.object(transformer, "from_pretrained", lambda *_, **__: model):
+        found = option(place, name)
+    (one,) = found.rows
+    changed = replace(one, key=f"step {card_gb} {name}", what=f"{one.what}, in {card_gb - 1} of {card_gb} GiB")
+    return Found([changed], found.values)
 
 
 def expected_of(setup: Setup, place: Place) -> dict[str, float]:

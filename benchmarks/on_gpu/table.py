@@ -23,7 +23,7 @@ class Option:
 
     Attributes:
         settings: keys of the configuration; the value "all" is the number of blocks.
-        texts: "one" sample a batch, or "four" with prompts of unequal lengths.
+        texts: "one" sample a batch, always of one length; "other", each of another; "four" of unequal lengths a batch.
         family: edit, or edit_plus with three controls, which are modulated at t = 0.
         limit: of the gradients' error, in errors of the plain loop; where the base is rounded, a share of the gradient.
         needs: "cuda" where a CPU has no such kernel.
@@ -66,6 +66,8 @@ OPTIONS = {
     "fp8 weights, offloaded": Option(FP8 | {"train.offload_blocks": "all"}, limit=0.1),
     "four unequal texts": Option(texts="four"),
     "four unequal texts, compiled, checkpointing auto": Option(BEST, texts="four"),
+    "another text length each step": Option(texts="other"),
+    "another text length each step, compiled": Option({COMPILE: True}, texts="other"),
     "three controls": Option(family="edit_plus"),
     "three controls, compiled, checkpointing auto": Option(BEST, family="edit_plus"),
 }
@@ -133,8 +135,37 @@ def _steps() -> list[Measurement]:
     return found
 
 
+def _encoding() -> list[Measurement]:
+    return [
+        Measurement("encode rows", 3, "encoding.ours", limit_s=150),
+        Measurement("encode rows plain", 3, "encoding.plain", limit_s=150),
+        Measurement("encode vae", 3, "encoding.vae", limit_s=60, needs="cuda"),
+        Measurement("encode prompt", 3, "encoding.prompt", limit_s=90, needs="cuda"),
+        Measurement("encode vision", 3, "encoding.vision", limit_s=60, needs="cuda"),
+        Measurement("cached and live", 4, "encoding.cached_and_live", limit_s=120),
+    ]
+
+
+def _exactness() -> list[Measurement]:
+    return [
+        Measurement("resume deterministic", 5, "exact.resumed", (True,), 120, alone=True),
+        Measurement("resume", 5, "exact.resumed", (False,), 120),
+        Measurement("batch of four", 5, "exact.together", limit_s=60),
+    ]
+
+
+SMALL_CARD = ("nf4 weights", "fp8 weights, offloaded", "offloaded")
+
+
+def _small_cards() -> list[Measurement]:
+    return [
+        Measurement(f"step of 24 GB, {name}", 6, "step.small_card", (name, 24), 240, alone=True) for name in SMALL_CARD
+    ]
+
+
 def _all() -> dict[str, Measurement]:
-    found = [Measurement("machine", 0, "step.machine"), *_ceilings(), *_checks(), *_steps()]
+    found = [Measurement("machine", 0, "step.machine"), *_ceilings(), *_checks(), *_steps(), *_encoding()]
+    found += [*_exactness(), *_small_cards()]
     found.sort(key=lambda one: one.section)
     return {one.name: one for one in found}
 
