@@ -23,7 +23,8 @@ from qie.shards.index import Entry
 from qie.shards.writer import ShardWriter
 from qie.stream_chooser import open_stream
 from qie.training.flops import peak_flops
-from qie.training.memory import Setup, plan_memory
+from qie.training.memory import Setup, fill_memory, memory_to_fill, plan_memory
+from qie.training.model.blocks import KeptActivations
 from qie.training.processes import deterministic, open_accelerator
 from qie.training.run import Run
 from qie.types import Row as DataRow
@@ -186,17 +187,22 @@ def configured(bench: Bench, option: Option, **train: Any) -> Config:
 
 
 @contextmanager
-def opened_run(bench: Bench, config: Config) -> Iterator[tuple[Run, Setup]]:
+def opened_run(bench: Bench, option: Option) -> Iterator[tuple[Run, Setup]]:
     """A run as qie-train makes one, on the bench's samples, and what its memory depends on."""
+    config = configured(bench, option)
     AcceleratorState._reset_state(True)  # of a run before
     accelerator = open_accelerator(config)
     stream = open_stream([bench.folder / "shards"], batch_size=config.data.batch_size)
     pretrained = open_pretrained(str(bench.model), components=("transformer", "scheduler"))
     setup = plan_memory(config, pretrained, stream, accelerator)
+    if option.kept:
+        setup = replace(setup, kept=KeptActivations(*(setup.architecture.blocks * share for share in option.kept)))
+    elif config.train.gradient_checkpointing == "auto":
+        setup = fill_memory(setup, memory_to_fill(config, stream, accelerator.device))
     with ExitStack() as stack:
         if config.train.deterministic:
             stack.enter_context(deterministic())
-        run = Run(config, pretrained, stream, accelerator)
+        run = Run(config, pretrained, stream, accelerator, kept=setup.kept)
         stack.callback(run.finish)
         stack.callback(run.batches.close)  # it holds a batch
         yield run, setup

@@ -41,8 +41,7 @@ def option(place: Place, name: str) -> Found:
     """Its error, beside that of the plain loop; raises where it is beyond the limit."""
     chosen = OPTIONS[name]
     bench = place.bench(chosen, blocks=CHECKED_BLOCKS)
-    config = configured(bench, chosen)
-    with opened_run(bench, config) as (run, _):
+    with opened_run(bench, chosen) as (run, _):
         randomize(run.trainable.parameters)
         prepared = next(run.batches)
         losses = run.objective.losses(run.trainable.model, prepared.batch, prepared.draws).loss
@@ -55,7 +54,7 @@ def option(place: Place, name: str) -> Found:
         keys, loss = prepared.batch.keys, float(losses.mean())
     exact = reference(place, chosen.texts, chosen.family)
     exact = {key: exact[key] for key in keys}
-    rounded = of_plain(bench, config, torch.bfloat16, list(keys))
+    rounded = of_plain(bench, configured(bench, chosen), torch.bfloat16, list(keys))
     error, usual = (difference(one, mean(exact)) for one in (gradients, mean(rounded)))
     limit = chosen.limit * (1 if chosen.rounded else usual)
     angle = min(cosine(gradients[key], value) for key, value in mean(exact).items())

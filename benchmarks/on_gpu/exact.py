@@ -63,8 +63,8 @@ def together(place: Place) -> Found:
 
     def losses(batch_size: int) -> dict[str, float]:
         found: dict[str, float] = {}
-        config = configured(bench, Option({"data.batch_size": batch_size}, texts=option.texts))
-        with opened_run(bench, config) as (run, _), torch.no_grad():
+        some = Option({"data.batch_size": batch_size}, texts=option.texts)
+        with opened_run(bench, some) as (run, _), torch.no_grad():
             while len(found) < len(place.scale.texts[option.texts]):
                 batch = next(run.batches).batch
                 each = run.objective.losses(run.trainable.model, batch, run.objective.draw(batch, 0)).loss

@@ -20,9 +20,9 @@ from models import random_weights
 from plain import plain_loop
 
 from qie.training.flops import step_flops
-from qie.training.memory import Setup, estimate
+from qie.training.memory import Setup, estimate, recomputation
 
-from .bench import Found, Place, configured, opened_run
+from .bench import Found, Place, opened_run
 from .table import OPTIONS, Option
 
 
@@ -55,10 +55,10 @@ def plain(place: Place) -> Found:
 def option(place: Place, name: str) -> Found:
     chosen = OPTIONS[name]
     bench = place.bench(chosen)
-    with opened_run(bench, configured(bench, chosen)) as (run, setup):
+    with opened_run(bench, chosen) as (run, setup):
         expected = expected_of(setup, place)
         values = timed(run.training_step, place) | expected
-        more = told(values, place)
+        more = [*told(values, place), recomputation(setup)]
     return Found([row(f"step {name}", f"qie, {name}", values, more)], values)
 
 
@@ -68,13 +68,17 @@ def small_card(place: Place, name: str, card_gb: int) -> Found:
     blocks = place.bench(OPTIONS[name]).model / "transformer"
     with random_weights(place.device, transformer_on=torch.device("cpu")):
         model = transformer.from_pretrained(blocks, torch_dtype=torch.bfloat16)
+    # A desktop and CUDA itself take a gigabyte of such a card.
+    whole, free = card_gb << 30, (card_gb - 1) << 30
     if place.gpu:
         gc.collect()
         torch.cuda.empty_cache()
-        # A desktop and CUDA itself take a gigabyte of such a card.
-        share = (card_gb - 1) * (1 << 30) / torch.cuda.get_device_properties(place.device).total_memory
+        share = free / torch.cuda.get_device_properties(place.device).total_memory
         torch.cuda.set_per_process_memory_fraction(share, place.device)
-    with mock.patch.object(transformer, "from_pretrained", lambda *_, **__: model):
+    with (
+        mock.patch.object(transformer, "from_pretrained", lambda *_, **__: model),
+        mock.patch("torch.cuda.mem_get_info", lambda *_: (free - torch.cuda.memory_reserved(), whole)),
+    ):
         found = option(place, name)
     (one,) = found.rows
     changed = replace(one, key=f"step {card_gb} {name}", what=f"{one.what}, in {card_gb - 1} of {card_gb} GiB")

@@ -27,6 +27,7 @@ class Option:
         family: edit, or edit_plus with three controls, which are modulated at t = 0.
         limit: of the gradients' error, in errors of the plain loop; where the base is rounded, a share of the gradient.
         needs: "cuda" where a CPU has no such kernel.
+        kept: the shares of blocks, and of attention's outputs, that are kept; None leaves it to the configuration.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class Option:
     family: str = "edit"
     limit: float = 1.5
     needs: str = ""
+    kept: tuple[int, int] | None = None
 
     @property
     def rounded(self) -> bool:
@@ -42,21 +44,21 @@ class Option:
 
 
 CHECKPOINTING, COMPILE = "train.gradient_checkpointing", "train.compile"
-FP8 = {"model.quantize": "fp8"}
+FP8, COMPILED = {"model.quantize": "fp8"}, {COMPILE: True}
 PRODUCTS = FP8 | {"train.fp8_compute": True}
-BEST = {CHECKPOINTING: "auto", COMPILE: True}
 OPTIONS = {
     "default": Option(),
-    "compiled": Option({COMPILE: True}),
-    "checkpointing auto": Option({CHECKPOINTING: "auto"}),
-    "compiled, checkpointing auto": Option(BEST),
-    "fp8 products, compiled, checkpointing auto": Option(PRODUCTS | BEST, limit=0.15),
-    "fp8 products": Option(PRODUCTS, limit=0.15),
     "all blocks checkpointed": Option({CHECKPOINTING: True}),
+    "compiled": Option(COMPILED),
+    "compiled, all blocks checkpointed": Option(COMPILED | {CHECKPOINTING: True}),
+    "fp8 products, compiled": Option(PRODUCTS | COMPILED, limit=0.15),
+    "fp8 products": Option(PRODUCTS, limit=0.15),
+    "fp8 weights": Option(FP8, limit=0.1),
+    "fp8 weights, compiled": Option(FP8 | COMPILED, limit=0.1),
+    "all attention kept": Option(kept=(0, 1)),
+    "all attention kept, compiled": Option(COMPILED, kept=(0, 1)),
     "nothing recomputed": Option({CHECKPOINTING: False}),
     "every second block checkpointed": Option({CHECKPOINTING: 2}),
-    "fp8 weights": Option(FP8, limit=0.1),
-    "fp8 weights, nothing recomputed, compiled": Option(FP8 | {CHECKPOINTING: False, COMPILE: True}, limit=0.1),
     "int8 weights": Option({"model.quantize": "int8"}, limit=0.1),
     "nf4 weights": Option({"model.quantize": "nf4"}, limit=0.4),
     "deterministic": Option({"train.deterministic": True}),
@@ -65,11 +67,11 @@ OPTIONS = {
     "offloaded": Option({"train.offload_blocks": "all"}),
     "fp8 weights, offloaded": Option(FP8 | {"train.offload_blocks": "all"}, limit=0.1),
     "four unequal texts": Option(texts="four"),
-    "four unequal texts, compiled, checkpointing auto": Option(BEST, texts="four"),
+    "four unequal texts, compiled": Option(COMPILED, texts="four"),
     "another text length each step": Option(texts="other"),
-    "another text length each step, compiled": Option({COMPILE: True}, texts="other"),
+    "another text length each step, compiled": Option(COMPILED, texts="other"),
     "three controls": Option(family="edit_plus"),
-    "three controls, compiled, checkpointing auto": Option(BEST, family="edit_plus"),
+    "three controls, compiled": Option(COMPILED, family="edit_plus"),
 }
 
 
