@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.work = options.work or Path(tempfile.gettempdir()) / f"qie-gpu-{options.size}"
     if options.worker is not None:
         return work(options)
+    if options.take:
+        return take(options.take)
     if options.out is None:
         made.error("--out FILE, or --take FILE")
     options.work.mkdir(parents=True, exist_ok=True)
@@ -91,6 +93,23 @@ def work(options: argparse.Namespace) -> int:
 
     place = Place(options.work, SCALES[options.size])
     serve(options.worker, lambda name: measure_named(name, place))
+    return 0
+
+
+def take(file: Path) -> int:
+    """Write a file's lines into docs/benchmarks.json, and from there into the pages."""
+    from on_gpu.take import taken
+    from run import SCRIPTS, write
+    from tables import DATA, load
+
+    name = Path(__file__).name
+    try:
+        run = taken(read(file), f"python benchmarks/{name} {SCRIPTS['gpu'][name]}")
+    except ValueError as error:
+        print(f"{file}: {error}", file=sys.stderr)
+        return 2
+    write(load() | {"gpu": {name: run}}, DATA)
+    print(f"{len(run['rows'])} rows; not measured: {len(run['missing'])}")
     return 0
 
 

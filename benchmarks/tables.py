@@ -14,6 +14,7 @@ from measuring import ROOT, Row, described
 DATA = ROOT / "docs" / "benchmarks.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 SCALING = ROOT / "docs" / "scaling.md"
+README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 CHART = ROOT / "docs" / "memory.svg"
 
 HEAD = ("what", "compared with", "result", "range", "runs", "medians")
@@ -71,6 +72,8 @@ def full_table(runs: Mapping[str, Any], planned: Mapping[str, str]) -> str:
         for row in rows_of(run):
             times = str(row.runs) if row.runs else "computed"
             lines.append([row.what, row.beside or ALONE, f"**{row.found}**", row.spread, times, row.detail])
+        missing = ((one["what"], one["why"].replace("|", "/")) for one in run.get("missing", ()))
+        lines += [[what, ALONE, "not measured", "", "", why] for what, why in missing]
     return markdown(HEAD, lines)
 
 
@@ -139,6 +142,38 @@ def headlines(data: Mapping[str, Any]) -> str:
     return f"{markdown(('', 'compared with', 'qie', 'script'), lines)}\n\n{below}"
 
 
+def speed(data: Mapping[str, Any]) -> str:
+    """The README's sentence about speed: of a GPU, once there is one."""
+    run = data["gpu"].get("gpu.py")
+    if run is None:
+        rows = {row.key: row for row in rows_of(data["cpu"]["train_step.py"])}
+        times = f"{rows['qie cached'].value:.2f} times, on a tiny model"
+        return f"Nothing has run on a GPU yet, and a cached training step is no faster than a plain loop's ({times})."
+    rows = {row.key: row for row in rows_of(run)}
+    steps = [row for key, row in rows.items() if key.startswith("step ") and row.unit == "× as fast"]
+    parts = []
+    if "step default" in rows and steps:
+        best = max(steps, key=lambda row: row.value)
+        parts.append(
+            f"a training step of the released shapes is **{rows['step default'].found}** as a plain loop of diffusers "
+            f"and peft, and {best.found} at best ({best.key.removeprefix('step ')})"
+        )
+    if "encode" in rows and rows["encode"].unit == "× as fast":
+        parts.append(f"rows are encoded **{rows['encode'].found}** as by diffusers' pipeline")
+    found = "; ".join(parts) or "neither steps nor encoding were measured"
+    return f"On one {run['machine']['gpu']}, with random weights, {found}."
+
+
+def status(data: Mapping[str, Any]) -> str:
+    cards = [run["machine"]["gpu"] for run in data["gpu"].values()]
+    if not cards:
+        return "This is version 0.1. It has not run on a GPU yet, so every figure of GPU memory is an estimate."
+    return (
+        f"This is version 0.1. On a GPU ({cards[0]}) it has run with random weights of the released shapes; figures of "
+        "GPU memory are estimates, unless they are called measured."
+    )
+
+
 def compared(data: Mapping[str, Any], planned: Mapping[str, Mapping[str, str]]) -> dict[Path, str]:
     """What the pages with figures of benchmarks have to be, and the chart."""
     page = PAGE.read_text(encoding="utf-8")
@@ -147,6 +182,9 @@ def compared(data: Mapping[str, Any], planned: Mapping[str, Mapping[str, str]]) 
         page = filled(page, f"{kind} table", full_table(data[kind], planned[kind]))
     page = filled(page, "headlines", headlines(data))
     pages = {PAGE: filled(page, "claims table", claims_table(data))}
+    pages[README] = filled(README.read_text(encoding="utf-8"), "gpu", speed(data))
+    for place in (README, INDEX):
+        pages[place] = filled(pages.get(place) or place.read_text(encoding="utf-8"), "status", status(data))
     claims = data["cpu"].get("claims.py")
     return pages | ({CHART: memory_chart(rows_of(claims))} if claims else {})
 

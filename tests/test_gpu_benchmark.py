@@ -108,3 +108,64 @@ def test_a_call_goes_on_where_the_last_one_was_cut(tmp_path: Path, capsys: pytes
     assert "no time for 1: copy\ngo on with --skip-done" in capsys.readouterr().out
     assert [line["name"] for line in gpu.read(file)] == ["machine", "copy"]
     assert "spent" not in json.loads(file.read_text().splitlines()[0])
+
+
+MACHINE = {"gpu": "NVIDIA H100", "cuda": "13.0", "cpu": "CPU", "cores": 16, "memory_gb": 128, "threads": 8, "load": 0.1}
+
+
+def line(name: str, *rows, **more) -> dict:
+    found = {"name": name, "at": "2026-12-01T10:00:00+00:00", "took_s": 20.0, "rows": [vars(row) for row in rows]}
+    return found | more
+
+
+def finished(**machine) -> list[dict]:
+    """Lines of a GPU that was taken away, with a step that was measured twice."""
+    from measuring import absolute
+
+    values = {"machine": MACHINE, "versions": {"torch": "2.11"}, "size": "full"} | machine
+    return [
+        line("machine", values=values),
+        line("step plain", absolute("step plain", "a training step, plain", [2.0, 1.9, 2.1], " s")),
+        line("step default", rows=[], error="out of memory"),
+        line("step default", absolute("step default", "a training step, qie", [1.0, 0.9, 1.1], " s", detail="40 GB")),
+        line("step compiled", rows=[], error="Error: a | b"),
+        line("encode rows", absolute("encode", "encoding by qie-precompute", [12.0], " rows/s")),
+        line("encode rows plain", absolute("encode plain", "encoding by diffusers", [4.0], " rows/s")),
+    ]
+
+
+def test_a_finished_file_becomes_rows_of_the_docs_and_what_was_not_measured_is_told(tmp_path: Path) -> None:
+    import gpu
+
+    file, written = tmp_path / "lines.json", []
+    file.write_text("".join(json.dumps(one) + "\n" for one in finished()))
+    with mock.patch("run.write", lambda data, place: written.append(data)):
+        assert gpu.main(["--take", str(file)]) == 0
+    from run import SCRIPTS
+    from tables import INDEX, PAGE, README, compared
+
+    pages = compared(written[0], SCRIPTS)
+    page = pages[PAGE]
+    assert (
+        "| a training step, qie | a plain loop of diffusers and peft, all blocks checkpointed | **2.00× as fast** |"
+        in page
+    )
+    assert "| 1.73 to 2.33 | 3 | 1.00 s, peer 2.00 s; 40 GB |" in page
+    assert "| step compiled | – | not measured |  |  | Error: a / b |" in page
+    assert "| check default | – | not measured |  |  | no time |" in page and "| machine |" not in page
+    assert "- NVIDIA H100 (CUDA 13.0), CPU" in page
+    expected = "On one NVIDIA H100, with random weights, a training step of the released shapes is **2.00× as fast** as"
+    assert expected in pages[README] and "encoded **3.00× as fast** as by diffusers'" in pages[README]
+    assert all("On a GPU (NVIDIA H100) it has run" in pages[place] for place in (README, INDEX))
+
+
+@pytest.mark.parametrize("machine", [{"size": "tiny"}, {"machine": {"cpu": "CPU"}}])
+def test_what_was_not_measured_on_a_gpu_is_not_taken(
+    machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu
+
+    file = tmp_path / "lines.json"
+    file.write_text("".join(json.dumps(one) + "\n" for one in finished(**machine)))
+    assert gpu.main(["--take", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err

@@ -37,6 +37,7 @@ class Scale:
     """How large everything is.
 
     Attributes:
+        name: full or tiny.
         size: of the models and images.
         texts: by the name that options use, the tokens of each sample's prompt in a batch.
         tail: how many of them stand behind the image.
@@ -45,6 +46,7 @@ class Scale:
         rows: that are encoded.
     """
 
+    name: str
     size: Size
     texts: Mapping[str, tuple[int, ...]]
     tail: int
@@ -62,9 +64,10 @@ LENGTHS = 1398, 1391, 1404, 1388, 1411, 1395, 1402, 1385
 _SMALL = SIZES["small"]
 SCALES = {
     "full": Scale(
-        SIZES["full"], {"one": (1398,), "four": (1398, 1385, 1410, 1392), "other": LENGTHS}, 29, 3, 6, 20, 40
+        "full", SIZES["full"], {"one": (1398,), "four": (1398, 1385, 1410, 1392), "other": LENGTHS}, 29, 3, 6, 20, 40
     ),
     "tiny": Scale(
+        "tiny",
         replace(_SMALL, side_px=64, transformer=_SMALL.transformer | {"num_layers": 2, "num_attention_heads": 2}),
         {"one": (16,), "four": (16, 14, 19, 15), "other": (16, 14, 19, 15)},
         8,

@@ -28,7 +28,7 @@ from .table import OPTIONS, Option
 
 def machine(place: Place) -> Found:
     """What it runs on, for the docs."""
-    values: dict[str, Any] = {"machine": machine_here(), "versions": versions()}
+    values: dict[str, Any] = {"machine": machine_here(), "versions": versions(), "size": place.scale.name}
     if place.gpu:
         values["gpu_bytes"] = torch.cuda.get_device_properties(place.device).total_memory
         values["capability"] = torch.cuda.get_device_capability(place.device)
