@@ -308,6 +308,8 @@ def test_where_a_section_is_due_its_keys_are_said(file: Path) -> None:
     [
         ("train: {max_steps: 5, epochs: 1}", (), "train", "max_steps and epochs exclude each other"),
         ("", ("model.lora=null", "model.quantize=nf4"), "model", "quantize needs lora"),
+        ("train: {fp8_compute: true}", (), "train", "fp8_compute needs model.quantize: fp8, which is null"),
+        ("", ("model.quantize=int8", "train={fp8_compute: true}"), "--set train", "which is int8"),
         ("", ("model.lora=null", "model.adapters=[{path: x}]"), "model", "adapters needs lora"),
         ("data: {area_px: 65536, buckets_px: [[256, 256]]}", (), "data", "area_px and buckets_px exclude each other"),
     ],

@@ -388,6 +388,11 @@ class TrainConfig(Section):
     mixed_precision: Annotated[Literal["no", "bf16"], word("no")] = Field(
         "bf16", description="Precision of computation and of frozen weights; no: float32."
     )
+    fp8_compute: bool = Field(
+        False,
+        description="With model.quantize: fp8, also multiply in FP8. Rounds more; meant to be faster, together with "
+        "compile, on a GPU of compute capability 8.9 or more.",
+    )
     trained_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the trained weights.")
     max_grad_norm: Factor | None = Field(1.0, description="Scale larger gradients down to this norm; null: never.")
     max_nonfinite_steps: Count = Field(
@@ -550,3 +555,11 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     predict: PredictConfig = PredictConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @field_validator("train")
+    @classmethod
+    def _check_base(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
+        model = info.data.get("model")  # none if it is refused itself
+        if train.fp8_compute and model and model.quantize != "fp8":
+            raise ValueError(f"fp8_compute needs model.quantize: fp8, which is {model.quantize or 'null'}")
+        return train

@@ -174,6 +174,7 @@ def identity(config: Config, pretrained: PretrainedModel) -> dict[str, Any]:
         "model.adapters": model["adapters"],
         "model.quantize": model["quantize"],
         "train.mixed_precision": train["mixed_precision"],
+        "train.fp8_compute": train["fp8_compute"] or None,  # which checkpoints of before it was there do not name
         "train.trained_dtype": train["trained_dtype"],
         "train.ema_decay": train["ema_decay"],
         "train.gradient_accumulation_steps": train["gradient_accumulation_steps"],

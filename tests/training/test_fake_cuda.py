@@ -16,6 +16,7 @@ FOUR = {"text_tokens": (1400, 1408, 1390, 1408)}
 WHOLE = {"train.gradient_checkpointing": False}
 OTHERS = ["to_q", "img_mlp.net.2", "txt_mlp.net.0.proj", "to_add_out", "img_mod.1"]
 FP8 = {"model.quantize": "fp8"}
+PRODUCTS = FP8 | {"train.fp8_compute": True}
 ALL = {"model.lora": None}
 CASES = {
     "edit": Case(),
@@ -33,6 +34,8 @@ CASES = {
     "edit, fp8": Case(FP8),
     "edit, fp8, nothing recomputed": Case(FP8 | WHOLE),
     "edit, fp8, offloaded": Case(FP8 | {"train.offload_blocks": "all"}, blocks=4),
+    "edit, fp8 products": Case(PRODUCTS),
+    "edit, fp8 products, nothing recomputed": Case(PRODUCTS | WHOLE),
     "edit_plus, int8, four samples": Case({"model.quantize": "int8"}, **PLUS, **FOUR),
     "DoRA, nothing recomputed": Case(WHOLE | {"model.lora": {"use_dora": True}}),
     "dropout, nothing recomputed": Case(WHOLE | {"model.lora": {"lora_dropout": 0.1}}),

@@ -168,12 +168,13 @@ def test_all_weights_are_trained_saved_for_diffusers_and_resumed_bit_for_bit(
 # Ways to save memory and time
 
 
-@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
+@pytest.mark.parametrize(("quantize", "fp8_compute"), [("nf4", False), ("fp8", False), ("fp8", True)])
 def test_on_a_quantised_base_the_loss_falls_and_a_run_resumes_bit_for_bit(
-    bench: Bench, tmp_path: Path, quantize: str
+    bench: Bench, tmp_path: Path, quantize: str, fp8_compute: bool
 ) -> None:
     settings = {
         "model__quantize": quantize,
+        "train__fp8_compute": fp8_compute,
         "model__lora": {"r": 8, "target_modules": ["to_q", "to_v", "to_out.0", "net.0.proj", "net.2"]},
         "train__checkpoint_every": 12,
         "validation__every": 24,

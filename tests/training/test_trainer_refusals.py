@@ -203,6 +203,10 @@ OTHERS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "targets": ({"model__lora": {"r": 4, "target_modules": ["to_q"]}}, ("model.lora changed", "to_k")),
     "no adapter": ({"model__lora": None}, ("model.lora changed", "None")),
     "quantisation": ({"model__quantize": "nf4"}, ("model.quantize changed", "None", "nf4")),
+    "products": (
+        {"model__quantize": "fp8", "train__fp8_compute": True},
+        ("model.quantize, train.fp8_compute changed", "None", "True"),
+    ),
     "adapters": ({"model__adapters": [{"path": "style.safetensors"}]}, ("model.adapters changed", "style.safetensors")),
     "precision": ({"train__mixed_precision": "bf16"}, ("train.mixed_precision changed", "no", "bf16")),
     "kept precision": ({"train__trained_dtype": "bfloat16"}, ("train.trained_dtype changed", "float32", "bfloat16")),

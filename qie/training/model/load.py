@@ -18,6 +18,7 @@ from qie.errors import ConfigError, UsageError
 from qie.pretrained import PretrainedModel, loading, read_json
 from qie.training.model.adapter_file import ADAPTER_FILE
 from qie.training.model.blocks import offloaded_blocks
+from qie.training.model.fp8 import require_fp8_products
 from qie.training.model.quantize import is_quantized, quantize_blocks
 from qie.training.model.sharding import TensorFiles
 
@@ -33,6 +34,7 @@ def load_transformer(
     attention_backend: str | None = None,
     device: torch.device | None = None,
     offload_blocks: int = 0,
+    fp8_compute: bool = False,
 ) -> QwenImageTransformer2DModel:
     """The model's transformer, frozen, on the CPU.
 
@@ -44,11 +46,14 @@ def load_transformer(
             has one for the whole process. Some, such as flash, take no mask: with them a batch is one sample.
         device: the blocks' linear layers are quantised there, and stay there.
         offload_blocks: but for those of so many blocks, which will be offloaded.
+        fp8_compute: layers that are quantised to fp8 also compute in it.
 
     Raises:
         ModelError: it cannot be loaded.
-        ConfigError: a package is missing, or no such backend exists.
+        ConfigError: a package is missing, no such backend exists, or the device has no products in FP8.
     """
+    if fp8_compute:
+        require_fp8_products(device or torch.device("cpu"))
     if attention_backend is not None:
         _check_attention_backend(attention_backend)
     folder = pretrained.component("transformer")
@@ -58,7 +63,7 @@ def load_transformer(
     if quantize is not None:
         blocks = len(transformer.transformer_blocks)
         offloaded = offloaded_blocks(blocks, min(offload_blocks, blocks))
-        quantize_blocks(transformer, quantize, device, in_host_memory=offloaded)
+        quantize_blocks(transformer, quantize, device, in_host_memory=offloaded, fp8_compute=fp8_compute)
     if attention_backend is not None:
         try:
             transformer.set_attention_backend(attention_backend)

@@ -10,6 +10,7 @@ from diffusers import QwenImageTransformer2DModel
 
 from qie.config import Quantization
 from qie.errors import ConfigError
+from qie.training.model.fp8 import FP8Linear, computes_in_fp8
 
 
 def quantize_blocks(
@@ -18,6 +19,7 @@ def quantize_blocks(
     device: torch.device | None = None,
     *,
     in_host_memory: Collection[int] = (),
+    fp8_compute: bool = False,
 ) -> None:
     """Store the linear layers of the transformer's blocks in fewer bits; for good, since rounding loses the rest.
 
@@ -34,6 +36,8 @@ def quantize_blocks(
         device: layers are quantised there, one by one, and then stay; None: they are quantised where they are. A GPU
             takes seconds, a CPU minutes.
         in_host_memory: the numbers of blocks whose layers go back from there, one by one.
+        fp8_compute: layers in fp8 also compute in it, but for those that `computes_in_fp8` leaves out. Theirs are the
+            same bytes.
 
     Raises:
         ConfigError: the library for this format is missing.
@@ -43,6 +47,8 @@ def quantize_blocks(
     for name in [name for name, _ in _linears(transformer)]:
         linear = transformer.get_submodule(name)
         layer = make(linear if device is None else linear.to(device))
+        if fp8_compute and quantize == "fp8" and computes_in_fp8(name, linear):
+            layer = FP8Linear.of(layer)
         offloaded = device is not None and int(name.split(".")[1]) in in_host_memory
         transformer.set_submodule(name, layer.cpu() if offloaded else layer)
     # diffusers' own mark, by which peft chooses its layer, and parameters are counted.
@@ -52,7 +58,7 @@ def quantize_blocks(
 def is_quantized(transformer: torch.nn.Module) -> bool:
     """Whether `quantize_blocks` changed it."""
     marked = bool(getattr(transformer, "is_loaded_in_4bit", False))
-    return marked or any(isinstance(module, ScaledLinear) for module in transformer.modules())
+    return marked or any(isinstance(module, (ScaledLinear, FP8Linear)) for module in transformer.modules())
 
 
 class ScaledLinear(torch.nn.Linear):
@@ -87,7 +93,7 @@ def _linears(transformer: QwenImageTransformer2DModel) -> Iterator[tuple[str, to
             yield name, module
 
 
-def _layer_maker(quantize: Quantization) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+def _layer_maker(quantize: Quantization) -> Callable[[torch.nn.Linear], torch.nn.Linear]:
     try:
         return _four_bits() if quantize == "nf4" else _eight_bits(quantize)
     except ImportError as error:
@@ -99,13 +105,13 @@ def _layer_maker(quantize: Quantization) -> Callable[[torch.nn.Linear], torch.nn
         ) from error
 
 
-def _eight_bits(quantize: Quantization) -> Callable[[torch.nn.Linear], torch.nn.Module]:
+def _eight_bits(quantize: Quantization) -> Callable[[torch.nn.Linear], torch.nn.Linear]:
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     # Otherwise torchao sets options of the whole process, the precision of float32 products among them.
     config = (Float8WeightOnlyConfig if quantize == "fp8" else Int8WeightOnlyConfig)(set_inductor_config=False)
 
-    def make(linear: torch.nn.Linear) -> torch.nn.Module:
+    def make(linear: torch.nn.Linear) -> torch.nn.Linear:
         layer = ScaledLinear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
         quantize_(layer, config)
@@ -114,10 +120,10 @@ def _eight_bits(quantize: Quantization) -> Callable[[torch.nn.Linear], torch.nn.
     return make
 
 
-def _four_bits() -> Callable[[torch.nn.Linear], torch.nn.Module]:
+def _four_bits() -> Callable[[torch.nn.Linear], torch.nn.Linear]:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    def make(linear: torch.nn.Linear) -> torch.nn.Module:
+    def make(linear: torch.nn.Linear) -> torch.nn.Linear:
         options: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
         layer = Linear4bit(
             linear.in_features, linear.out_features, compute_dtype=linear.weight.dtype, device="meta", **options

@@ -204,6 +204,7 @@ def _with_adapter(
         attention_backend=model.attention_backend,
         device=device,
         offload_blocks=config.train.offload_blocks,
+        fp8_compute=config.train.fp8_compute,
     )
     add_frozen_adapters(transformer, model.adapters)
     lora = model.lora if fresh else model.lora.model_copy(update={"continue_from": None})
