@@ -8,6 +8,10 @@ be installed. Each measurement is a line of FILE, written when it is done, in se
 a limit of time, and a process that dies or hangs loses its own line. In calls of nine minutes:
 
     python benchmarks/gpu.py --minutes 9 --skip-done --out FILE   again and again, until nothing is left
+
+Without a GPU, the steps at full size on fake tensors, which have shapes and devices and no values, in five minutes:
+
+    python benchmarks/gpu.py --fake 60
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from on_gpu.process import Limited, Line, apart, serve
-from on_gpu.table import MEASUREMENTS, Measurement
+from on_gpu.table import MEASUREMENTS, OPTIONS, Measurement
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--size", choices=("full", "tiny"), default="full", help="tiny is for tests, on a CPU, too")
     made.add_argument("--work", type=Path, metavar="DIR", help="for models without weights and samples, 1 GB")
     made.add_argument("--in-process", action="store_true", help="measure here: what dies or hangs ends everything")
+    made.add_argument(
+        "--fake", type=int, metavar="BLOCKS", help="without a GPU: count FLOP and bytes of the steps on fake tensors"
+    )
     made.add_argument("--worker", type=int, metavar="N", help=argparse.SUPPRESS)
     return made
 
@@ -50,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return work(options)
     if options.take:
         return take(options.take)
+    if options.fake:
+        return fake(options)
     if options.out is None:
         made.error("--out FILE, or --take FILE")
     options.work.mkdir(parents=True, exist_ok=True)
@@ -93,6 +102,17 @@ def work(options: argparse.Namespace) -> int:
 
     place = Place(options.work, SCALES[options.size])
     serve(options.worker, lambda name: measure_named(name, place))
+    return 0
+
+
+def fake(options: argparse.Namespace) -> int:
+    """The steps on a GPU that is not there."""
+    from on_gpu.fake import can_be_faked, dry_run
+
+    steps = [one for one in MEASUREMENTS.values() if one.work == "step.option" and chosen(one, options.only)]
+    names = [one.arguments[0] for one in steps if can_be_faked(OPTIONS[one.arguments[0]])]
+    for line in dry_run(names, options.fake):
+        print(line, flush=True)
     return 0
 
 

@@ -169,3 +169,27 @@ def test_what_was_not_measured_on_a_gpu_is_not_taken(
     file.write_text("".join(json.dumps(one) + "\n" for one in finished(**machine)))
     assert gpu.main(["--take", str(file)]) == 2
     assert str(file) in capsys.readouterr().err
+
+
+def test_a_dry_run_takes_each_option_at_full_size_to_the_fake_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the fake GPU finds is tested in training/test_fake_cuda.py."""
+    import gpu
+
+    from tests.training import fake_gpu
+
+    cases = []
+
+    def measured(some, model, library):
+        cases.extend(some)
+        parts = dict.fromkeys(("weights", "gradients", "optimizer", "activations"), 0.0) | {
+            "workspace": 3e9 + (1 << 30)
+        }
+        return [fake_gpu.Measured(peak=int(2e9), estimated=parts, recomputed="9 of 60 blocks are recomputed")]
+
+    with mock.patch.object(fake_gpu, "measured", measured), mock.patch.object(fake_gpu, "build_belief"):
+        assert gpu.main(["--fake", "60"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("default: 2.0 GB of tensors, estimated 3.0; 9 of 60 blocks are recomputed; 0 TFLOP")
+    assert len(told) == len(cases) >= 12 and all(case.blocks == 60 and case.size == 1024 for case in cases)
+    assert {case.text_tokens for case in cases} == {(1398,), (1398, 1385, 1410, 1392)}
+    assert any(case.budget_bytes for case in cases) and any(len(case.controls) == 3 for case in cases)

@@ -41,7 +41,7 @@ class Scale:
         size: of the models and images.
         texts: by the name that options use, the tokens of each sample's prompt in a batch.
         tail: how many of them stand behind the image.
-        warm_up, steps: of training, before the clock starts and after.
+        warm_up, steps: of training, before the clock starts, two or more, and after.
         repeats: of short work, in a run.
         rows: that are encoded.
     """
@@ -71,7 +71,7 @@ SCALES = {
         replace(_SMALL, side_px=64, transformer=_SMALL.transformer | {"num_layers": 2, "num_attention_heads": 2}),
         {"one": (16,), "four": (16, 14, 19, 15), "other": (16, 14, 19, 15)},
         8,
-        warm_up=1,
+        warm_up=2,
         steps=1,
         repeats=1,
         rows=3,

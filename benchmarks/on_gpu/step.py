@@ -25,6 +25,9 @@ from qie.training.memory import Setup, estimate, recomputation
 from .bench import Found, Place, opened_run
 from .table import OPTIONS, Option
 
+STEPS_S = 12
+"""Steps that take longer are fewer, but three."""
+
 
 def machine(place: Place) -> Found:
     """What it runs on, for the docs."""
@@ -100,14 +103,13 @@ def expected_of(setup: Setup, place: Place) -> dict[str, float]:
 
 def timed(step: Callable[[], object], place: Place) -> dict[str, Any]:
     """Seconds of steps that follow one another, the first one's apart; and what they took of the GPU."""
-    first_s = seconds(step)
-    for _ in range(place.scale.warm_up - 1):
-        step()
+    first_s, *_, last_s = [seconds(step) for _ in range(place.scale.warm_up)]
+    count = max(min(place.scale.steps, int(STEPS_S / last_s)), 3)
     if not place.gpu:
-        return {"seconds": [seconds(step) for _ in range(place.scale.steps)], "first_s": first_s}
+        return {"seconds": [seconds(step) for _ in range(count)], "first_s": first_s}
     event: Any = torch.cuda.Event  # which has no types
     torch.cuda.reset_peak_memory_stats(place.device)
-    marks = [event(enable_timing=True) for _ in range(place.scale.steps + 1)]
+    marks = [event(enable_timing=True) for _ in range(count + 1)]
     torch.cuda.synchronize()
     marks[0].record()
     for mark in marks[1:]:

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import flop_registry
 from qie.config import Config
 from qie.pretrained import open_pretrained
 from qie.training.flops import step_flops
-from qie.training.memory import Setup, estimate, kept_bytes, plan_memory
+from qie.training.memory import Setup, estimate, fill_memory, kept_bytes, plan_memory, recomputation
 from qie.training.model.blocks import KeptActivations
 from qie.training.processes import open_accelerator
 from qie.training.run import PreparedBatch, Run
@@ -86,7 +86,8 @@ def build_belief(folder: Path) -> Path:
 @dataclass(frozen=True)
 class Case:
     """A step of the released model, but for the number of its blocks. `settings` are keys of the configuration, `kept`
-    the blocks and the attention that are; the value "all" is the number of blocks."""
+    the blocks and the attention that are; the value "all" is the number of blocks. With a budget of memory, as
+    train.gradient_checkpointing=auto has one, it decides what is kept."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     blocks: int = 2
@@ -95,6 +96,7 @@ class Case:
     text_tokens: tuple[int, ...] = (1408,)
     zero_cond_t: bool = False
     kept: tuple[int | str, int | str] = (0, 0)
+    budget_bytes: float = 0
     steps: int = 2
 
 
@@ -111,6 +113,7 @@ class Measured:
         loaded: bytes on the device at most while the model was loaded.
         before: bytes on the device before the step: weights, optimizer, batch.
         estimated: qie's own numbers, by name.
+        recomputed: what is computed again, in words.
     """
 
     blocks: int = 0
@@ -124,6 +127,7 @@ class Measured:
     kept: int = 0
     peak: int = 0
     estimated: dict[str, float] = field(default_factory=dict)
+    recomputed: str = ""
 
 
 def measured(cases: Sequence[Case], model: Path, library: Path) -> list[Measured]:
@@ -268,8 +272,10 @@ def measure(case: Case, folder: Path) -> Measured:
     stream = SimpleNamespace(samples=SimpleNamespace(columns=columns(case)), epoch=0, state_dict=dict, forever=iter)
     kept = KeptActivations(*(case.blocks if value == "all" else int(value) for value in case.kept))
     setup = replace(plan_memory(config, pretrained, stream, accelerator), kept=kept)
+    if case.budget_bytes:
+        setup = fill_memory(setup, case.budget_bytes)
     with fake_gpu() as device, mock.patch.object(QwenImageTransformer2DModel, "from_pretrained", read):
-        run = Run(config, pretrained, stream, accelerator, kept=kept)
+        run = Run(config, pretrained, stream, accelerator, kept=setup.kept)
         loaded = device.peak
         run.batches = prepared(case, run)
         for _ in range(case.steps):
@@ -367,7 +373,7 @@ def estimated(found: Measured, setup: Setup, case: Case) -> Measured:
     values = {name: float(value) for name, value in asdict(estimate(setup)).items()}
     values["kept"] = kept_bytes(setup)
     values |= {"forward_flop": flops.forward * count, "backward_flop": (flops.backward + flops.recomputed) * count}
-    return replace(found, blocks=case.blocks, estimated=values)
+    return replace(found, blocks=case.blocks, estimated=values, recomputed=recomputation(setup))
 
 
 if __name__ == "__main__":
