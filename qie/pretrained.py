@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qie.errors import ModelError, QieError
+from qie.errors import ModelError, QieError, UsageError
 from qie.families import FAMILIES, Family
 from qie.file_hashes import file_hashes
 from qie.paths import local_path
@@ -30,7 +32,7 @@ _NOT_CONTENT = {"_name_or_path", "_diffusers_version", "transformers_version"}
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A local folder that holds a Qwen-Image-Edit model, and its family."""
+    """A local folder that holds a model of the Qwen-Image family, and which family of models it is of."""
 
     folder: Path
     family: Family
@@ -118,6 +120,15 @@ def open_pretrained(name_or_path: str, family: str = "auto", components: tuple[s
             hint="model.pretrained_model_name_or_path is the folder that holds vae/, text_encoder/ and transformer/",
         )
     pretrained = PretrainedModel(folder, _family(read_json(index).get("_class_name"), family, index))
+    _require_diffusers(pretrained.family)
+    if "transformer" in components and not pretrained.family.trains:
+        raise UsageError(
+            "qie encodes models of this family, and does not train them yet",
+            where=folder,
+            found=pretrained.family.title,
+            hint="qie-precompute and qie-stats know it; qie-train and qie-predict take "
+            + ", ".join(known.title for known in FAMILIES.values() if known.trains),
+        )
     for component in components:
         pretrained.component(component)
     return pretrained
@@ -178,6 +189,23 @@ def _family(pipeline: str | None, wanted: str, index: Path) -> Family:
             hint="set model.family to auto",
         )
     return found
+
+
+def _require_diffusers(family: Family) -> None:
+    """Raise UsageError when the diffusers that is installed does not have the family's classes."""
+    found, needed = version("diffusers"), family.diffusers
+    if _release(found) < _release(needed):
+        raise UsageError(
+            f"{family.title} needs diffusers >= {needed}",
+            expected=f"diffusers {needed} or newer",
+            found=f"diffusers {found}",
+            hint=f"pip install -U 'diffusers>={needed}'",
+        )
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: 0 and 42 of 0.42.0.dev0."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def _foreign_code(value: Any) -> Iterator[str]:

@@ -14,12 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from qie.errors import RecipeMismatchError
+from qie.families import FAMILIES
 from qie.types import Row, Shape
 
 ENCODING_VERSION = 1
 """Raised whenever qie itself would compute other tensors from the same inputs."""
 
-LATER = ("thumbnail_px",)
+LATER = ("thumbnail_px", "prompt_dtype")
 """Fields that recipes did not have at first; see `Recipe.to_dict`."""
 
 STORED_AS = {"share_prefix": "continued"}
@@ -43,6 +44,7 @@ class Recipe:
         share_prefix, batch_size, compiled: ways of computing that change last bits; see the configuration's `cache`.
         background: colour that transparent images are laid on.
         storage_dtype: precision of what is stored.
+        prompt_dtype: precision of stored embeddings; None for `storage_dtype`.
         thumbnail_px: longest side of the picture of the target that is stored with a sample; None for no picture.
         encoding_version: see `ENCODING_VERSION`.
     """
@@ -67,6 +69,7 @@ class Recipe:
     storage_dtype: str = "float16"
     encoding_version: int = ENCODING_VERSION
     thumbnail_px: int | None = None
+    prompt_dtype: str | None = None
 
     @cached_property
     def full_digest(self) -> str:
@@ -76,6 +79,11 @@ class Recipe:
     def digest(self) -> str:
         """The short hash that people see: 16 hex characters."""
         return self.full_digest[:16]
+
+    @property
+    def latent_scale(self) -> int:
+        """Image pixels per latent pixel, in each direction."""
+        return FAMILIES[self.family].latent_scale
 
     def key(self, row: Row) -> str:
         """The content key of `row`: 64 hex characters.
@@ -117,7 +125,7 @@ class Recipe:
         if self.thumbnail_px is None:
             return None
         longest = max(*shape.target, 1)  # an index may say anything
-        px = min(self.thumbnail_px, 8 * longest)
+        px = min(self.thumbnail_px, self.latent_scale * longest)
         height, width = (max((2 * side * px + longest) // (2 * longest), 1) for side in shape.target)
         return height, width
 

@@ -416,7 +416,7 @@ class _Opening:
         if not first:
             self.accelerator.wait_for_everyone()
         try:
-            folders = [self.pretrained.folder / name for name in HASHED if self.pretrained.holds(name)]
+            folders = [self.pretrained.component(name) for name in HASHED if self.pretrained.holds(name)]
             size = bytes_to_hash([file for folder in folders for file in content_files(folder)])
             if first and size > TOLD_BYTES:
                 self.telling.say(

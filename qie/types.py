@@ -2,8 +2,8 @@
 
 Shapes are written with these letters everywhere:
 
-    B  samples in a batch      H, W  height and width of a latent (image pixels / 8)
-    C  latent channels (16)    L     text tokens (template prefix dropped)
+    B  samples in a batch        H, W  height and width of a latent (image pixels / 8, or 16)
+    C  latent channels (16, 64)  L     text tokens (template prefix dropped)
     D  width of a text token
 """
 
@@ -42,7 +42,7 @@ class Row:
         index: position in the source, from 0.
         name: the owner's name for it, for messages; not part of its identity.
         target: the image to be learnt.
-        controls: the images to edit, in order; at least one.
+        controls: the images to edit, in order; none for text-to-image.
         prompt: the instruction, as given (see `qie.recipe.normal_prompt` for what is hashed and encoded).
         mask: image whose bright parts weigh as foreground in the loss.
         more_prompts: further captions of the same edit; see `qie.data.variants`.
@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A row's encoded tensors, as they are stored: FP16, masks as bool or uint8.
+    """A row's encoded tensors, as they are stored: FP16 (embeddings of some families BF16), masks as bool or uint8.
 
     Attributes:
         key: content hash of the row under its recipe, 64 hex characters.
@@ -92,6 +92,8 @@ class Sample:
         clipped: how many values were finite but beyond FP16's range and were clipped to ±65504.
         thumbnail: the target made small, [h, w, 3] uint8, for people who look at shards; None where the recipe has
             none.
+        image_slots: for each control, how many tokens of `prompt_embed` stand before it, where the transformer puts
+            controls among the text's tokens and no token of an image is stored; None for other families.
         notes: what encoding did to the row that its owner may want to know; kept in the index, not in the record.
     """
 
@@ -107,6 +109,7 @@ class Sample:
     loss_mask: torch.Tensor | None = None
     clipped: int = 0
     thumbnail: torch.Tensor | None = None
+    image_slots: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -129,9 +132,10 @@ class Shape:
     target: tuple[int, int]
     controls: tuple[tuple[int, int], ...]
 
-    def __str__(self) -> str:
-        controls = " + ".join(f"{w * 8}×{h * 8}" for h, w in self.controls)
-        return f"{self.target[1] * 8}×{self.target[0] * 8} px from {controls}"
+    def in_pixels(self, scale: int) -> str:
+        """For people; `scale` is in image pixels per latent pixel."""
+        target, *controls = (f"{w * scale}×{h * scale}" for h, w in (self.target, *self.controls))
+        return f"{target} px from {' + '.join(controls) or 'text'}"
 
 
 class Facts(NamedTuple):
@@ -161,6 +165,7 @@ class Batch:
         shared_prefixes, empty_lengths: S and L0 of each sample.
         empty_prompt_embeds_mask: [B, L0] bool or None.
         loss_mask: [B, H, W] uint8; None when no sample has one. Samples without a mask are all foreground.
+        image_slots: as of `Sample`: the same for all samples, which have one shape and one template.
     """
 
     keys: tuple[str, ...]
@@ -176,6 +181,7 @@ class Batch:
     empty_lengths: tuple[int, ...]
     empty_prompt_embeds_mask: torch.Tensor | None
     loss_mask: torch.Tensor | None = None
+    image_slots: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -38,6 +38,7 @@ RECIPE = Recipe(
     template="e" * 64,
     resampling="f" * 64,
 )
+RECIPE_21 = replace(RECIPE, family="qwen_image_21", text_area_px=None, prompt_dtype="bfloat16")
 TENSORS = (
     "pixel_latent",
     "prompt_embed",
@@ -87,6 +88,28 @@ def make_sample(
         loss_mask=loss_mask if masked else None,
         clipped=clipped,
         thumbnail=torch.randint(0, 256, (*small, 3), generator=generator, dtype=torch.uint8) if small else None,
+    )
+
+
+def make_sample_21(
+    seed: int = 0,
+    *,
+    target: tuple[int, int] = (4, 6),
+    controls: tuple[tuple[int, int], ...] = ((4, 6),),
+    slots: tuple[int, ...] | None = None,
+    recipe: Recipe = RECIPE_21,
+    **changes: Any,
+) -> Sample:
+    """A sample of Qwen-Image-2.1, with any number of controls: embeddings of text alone."""
+    joint = make_sample(seed, target=target, controls=controls or ((2, 2),), recipe=recipe, **changes)
+    generator = torch.Generator().manual_seed(seed)
+    return replace(
+        joint,
+        pixel_latent=_values(generator, 64, 1, *target),
+        control_latent=tuple(_values(generator, 64, 1, *size) for size in controls),
+        prompt_embed=joint.prompt_embed.bfloat16() * 1e9,
+        empty_tail=joint.empty_tail.bfloat16() * 1e9,
+        image_slots=tuple(range(1, len(controls) + 1)) if slots is None else slots,
     )
 
 
@@ -174,7 +197,7 @@ def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 def assert_same(one: Sample, other: Sample) -> None:
     """That two samples agree in everything, tensors bit for bit."""
-    fields = ("key", "prompt", "shared_prefix", "clipped", "shape")
+    fields = ("key", "prompt", "shared_prefix", "clipped", "shape", "image_slots")
     assert [getattr(one, name) for name in fields] == [getattr(other, name) for name in fields]
     assert len(one.control_latent) == len(other.control_latent)
     assert all(map(same_bits, one.control_latent, other.control_latent))

@@ -55,6 +55,12 @@ def tiny_edit_plus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_21(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of family qwen_image_21."""
+    return _tiny_model(tmp_path_factory.mktemp("models") / "qwen_image_21", "qwen_image_21")
+
+
+@pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder source of 12 rows. Tests that change it copy it first."""
     folder = tmp_path_factory.mktemp("photos") / "edits"
@@ -73,6 +79,12 @@ def encoder(tiny_edit: Path):
 def encoder_plus(tiny_edit_plus: Path):
     """The real encoder on the tiny edit_plus model, at small image areas."""
     return _encoder(tiny_edit_plus, text_area_px=AREA_PX // 2)
+
+
+@pytest.fixture(scope="session")
+def encoder_21(tiny_21: Path):
+    """The real encoder on the tiny model of Qwen-Image-2.1, at a small image area."""
+    return _encoder(tiny_21)
 
 
 def _encoder(folder: Path, text_area_px: int | None = None):

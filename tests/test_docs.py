@@ -38,7 +38,7 @@ from qie.training import memory
 from qie.training.memory import Parameters, estimate
 from qie.training.model.lora import add_lora
 from qie.training.reporting.metrics import StepMetrics
-from tests.builders import make_recipe, make_sample, write_shard
+from tests.builders import RECIPE_21, make_recipe, make_sample, make_sample_21, split_record, write_shard
 from tests.conftest import ROOT
 from tools import command_docs, site_files
 
@@ -173,7 +173,14 @@ def test_the_page_of_the_format_names_what_records_indexes_and_compacted_indexes
     write_shard(tmp_path, [sample], recipe=recipe)
     (index,) = (json.loads(file.read_text()) for file in tmp_path.glob("*.json"))
     told = [name for row in cells_under("format.md", "| name | type | what |") for name in row[0]]
-    assert sorted(told) == sorted([*about, *index, *recipe.to_dict()])
+    assert sorted(told) == sorted([*about, *index, *recipe.to_dict(), "image_slots", "prompt_dtype"])
+    text_alone = split_record(encode(make_sample_21(), RECIPE_21.digest))
+    assert text_alone[1].keys() - about.keys() == {"image_slots"}
+    assert RECIPE_21.to_dict().keys() - recipe.to_dict().keys() == {"prompt_dtype"}
+    assert {name for name, entry in text_alone[0].items() if entry["dtype"] == "BF16"} == {
+        "prompt_embed",
+        "empty_prompt_embed",
+    }
     kinds = {"uint8": "U8", "int32": "I32", "int64": "I64", "bool": "BOOL"}
     columns = {}
     for names, dtypes, *_ in cells_under("format.md", "| tensor | dtype | shape | of each sample |"):

@@ -549,7 +549,7 @@ def test_0_batches_name_the_largest_shapes_and_their_numbers() -> None:
     each = np.repeat(np.arange(12, dtype=np.int32), np.arange(1, 13))
     many = replace(of([SQUARE] * len(each)), shapes=each, shape_names=tuple(shapes))
     few = "3 of 32×32 px from 32×32, 2 of 48×32 px from 48×32, 1 of 32×32 px from 32×16 + 16×32"
-    largest = ", ".join(f"{number} of {shapes[number - 1]}" for number in range(12, 4, -1))
+    largest = ", ".join(f"{number} of {shapes[number - 1].in_pixels(8)}" for number in range(12, 4, -1))
     for known, found in ((columns, few), (many, f"{largest}, and 4 more shapes")):
         with pytest.raises(UsageError, match="0 batches") as caught:
             plan_epoch(known, seed=0, epoch=0, global_batch_size=13, tail="drop")

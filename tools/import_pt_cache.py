@@ -70,6 +70,7 @@ TENSORS = {
 """Our names, and those of the cache: the latest first."""
 EMBEDS = ("prompt_embed", "empty_prompt_embed")
 NULL_PROMPT = ("empty_prompt_embed", "empty_prompt_embeds_mask")
+EDITS = sorted(name for name, family in FAMILIES.items() if not family.interleaved)  # older programs cache no others
 IMPORTED = "imported from qwen-image-finetune"
 TARGET_FOLDERS = ("training_images", "images", "target_images")
 CONTROL_FOLDERS = ("control_images", "control", "condition_images")
@@ -410,7 +411,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("cache", type=Path, metavar="CACHE")
     parser.add_argument("--output", required=True, metavar="DIR|URL")
     parser.add_argument(
-        "--family", required=True, choices=sorted(FAMILIES), help="family of the model that the cache was made for"
+        "--family", required=True, choices=EDITS, help="family of the model that the cache was made for"
     )
     parser.add_argument(
         "--model", default="an unknown model", metavar="NAME", help="model that the cache was made with"

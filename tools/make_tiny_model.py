@@ -1,10 +1,11 @@
 """Write a tiny random Qwen-Image-Edit model: the real layout and classes, a few MB, nothing downloaded.
 
-    python tools/make_tiny_model.py OUT [--family edit|edit_plus] [--seed N]
+    python tools/make_tiny_model.py OUT [--family edit|edit_plus|qwen_image_21] [--seed N]
 
-The code that loads the released model loads this one. The two families differ in their files, so that both layouts are
+The code that loads the released model loads this one. The families differ in their files, so that all layouts are
 covered: `edit` has one file per component and a hub-style `preprocessor_config.json`, `edit_plus` has sharded weights
-and the newer `processor_config.json`. The bytes depend only on the family, the seed and the versions of the libraries.
+and the newer `processor_config.json`, `qwen_image_21` has its tokenizer beside the image processor. The bytes depend
+only on the family, the seed and the versions of the libraries.
 """
 
 # ruff: noqa: E402 - what libraries say while they are imported is silenced before that
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qie.families import FAMILIES
 from qie.quiet_libraries import quiet_imports
 
 quiet_imports()
@@ -31,7 +33,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 MARK = "_make_tiny_model"  # diffusers skips the entries of model_index.json that begin with an underscore
-PIPELINES = {"edit": "QwenImageEditPipeline", "edit_plus": "QwenImageEditPlusPipeline"}
 COMPONENTS = {
     "processor": ["transformers", "Qwen2VLProcessor"],
     "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
@@ -40,6 +41,18 @@ COMPONENTS = {
     "transformer": ["diffusers", "QwenImageTransformer2DModel"],
     "vae": ["diffusers", "AutoencoderKLQwenImage"],
 }
+COMPONENTS_21 = {
+    "processor": ["transformers", "Qwen3VLProcessor"],
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "text_encoder": ["transformers", "Qwen3VLForConditionalGeneration"],
+    "transformer": ["diffusers", "QwenImage21Transformer2DModel"],
+    "vae": ["diffusers", "AutoencoderKLQwenImage21"],
+}
+# What Qwen3-VL's own template makes of messages of text.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% for part in message.content %}{{ part.text }}"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+)
 # After <|endoftext|>, in the order of the released tokenizer.
 SPECIAL_TOKENS = [f"{what}_{end}" for what in ("im", "object_ref", "box", "quad", "vision") for end in ("start", "end")]
 SPECIAL_TOKENS += ["vision_pad", "image_pad", "video_pad"]
@@ -69,6 +82,7 @@ IMAGE_PROCESSOR = {
     "rescale_factor": 1 / 255,
     "temporal_patch_size": 2,
 }
+IMAGE_PROCESSOR_21 = IMAGE_PROCESSOR | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": 16}
 MIN_PIXELS, MAX_PIXELS = 3136, 12845056
 HIDDEN = 32  # width of the text encoder, and so of the text that the transformer takes
 SHARD_BYTES = 200_000  # edit_plus: both models are larger than this
@@ -129,11 +143,60 @@ def save_vae(folder: Path, seed: int) -> None:
     vae.save_pretrained(folder)
 
 
+def save_vae_21(folder: Path, seed: int) -> None:
+    vae = diffusers.AutoencoderKLQwenImage21(base_dim=4, decoder_base_dim=4, dim_mult=[1, 2, 4, 4, 4], num_res_blocks=1)
+    randomise(vae, seed)
+    amplify(vae, r"encoder\.conv_out\.weight", 7.0)  # the released VAE's std is about 3.7
+    amplify(vae, r"decoder\.conv_out\.weight", 0.5)
+    with torch.no_grad():
+        vae.quant_conv.weight[64:].mul_(0.1)
+        vae.quant_conv.bias[64:].sub_(6.0)
+    vae.save_pretrained(folder)
+
+
+def token_ids(tokenizer: Any) -> dict[str, int]:
+    """The special tokens that a text encoder's configuration names."""
+    names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}
+    names |= {f"{name}_token_id": name for name in ("vision_start", "vision_end")}
+    return {field: int(tokenizer.convert_tokens_to_ids(f"<|{name}|>")) for field, name in names.items()}
+
+
+def save_text_encoder_21(folder: Path, tokenizer: Any, seed: int) -> None:
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": 3,  # of which the first two are given what the vision tower saw on its way
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+        "bos_token_id": None,
+        "eos_token_id": int(tokenizer.convert_tokens_to_ids("<|im_end|>")),
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": HIDDEN,
+        "out_hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, dtype="float32", **token_ids(tokenizer))
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    randomise(model, seed)
+    amplify(model, r"self_attn\.[qk]_proj\.weight", 2.0)
+    model.save_pretrained(folder)
+
+
 def save_text_encoder(folder: Path, tokenizer: Any, seed: int, sharded: bool, width: int = HIDDEN) -> None:
     """Save a random text encoder; `width`, of its hidden states, is a multiple of 16."""
-
-    def token(name: str) -> int:
-        return int(tokenizer.convert_tokens_to_ids(f"<|{name}|>"))
 
     text = {
         "vocab_size": len(tokenizer),
@@ -148,7 +211,7 @@ def save_text_encoder(folder: Path, tokenizer: Any, seed: int, sharded: bool, wi
             "mrope_section": [width // 16, width // 16, width // 8],
         },
         "bos_token_id": None,
-        "eos_token_id": token("im_end"),
+        "eos_token_id": int(tokenizer.convert_tokens_to_ids("<|im_end|>")),
     }
     vision = {
         "depth": 2,
@@ -158,9 +221,9 @@ def save_text_encoder(folder: Path, tokenizer: Any, seed: int, sharded: bool, wi
         "num_heads": 2,
         "fullatt_block_indexes": [1],  # one layer of each kind: windowed, then full
     }
-    ids = {"image_token_id": token("image_pad"), "video_token_id": token("video_pad")}
-    ids |= {f"{name}_token_id": token(name) for name in ("vision_start", "vision_end")}
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, dtype="float32", **ids)
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, dtype="float32", **token_ids(tokenizer)
+    )
     model = transformers.Qwen2_5_VLForConditionalGeneration(config)
     randomise(model, seed)
     amplify(model, r"self_attn\.[qk]_proj\.weight", 2.0)  # decided attention: a uniform one blurs what it reads
@@ -185,13 +248,28 @@ def save_transformer(folder: Path, family: str, seed: int) -> None:
     save(model, folder, sharded=family == "edit_plus")
 
 
+def save_transformer_21(folder: Path, seed: int) -> None:
+    model = diffusers.QwenImage21Transformer2DModel(
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        context_in_dim=HIDDEN,
+        axes_dims_rope=(4, 6, 6),
+    )
+    randomise(model, seed)
+    amplify(model, r"norm_[qk]\.weight", 2.0)
+    amplify(model, r"^modulation\.1\.weight", 2.0)
+    model.save_pretrained(folder)
+
+
 def make_tokenizer(family: str, prompts: Sequence[str] = ()) -> Any:
     """A byte-level BPE of the pipeline's own template and `prompts`, in which every word of theirs is one token.
 
     That holds for the released tokenizer too, so the 64 leading tokens that the pipeline drops are the same text.
     """
-    pipeline = getattr(diffusers, PIPELINES[family])(**dict.fromkeys(COMPONENTS))
-    template = pipeline.prompt_template_encode.format("")
+    values = FAMILIES[family]
+    image = values.image_text.format(number=1, pads="") if values.max_controls == 1 else ""
+    template = values.before_images + image + values.after_prompt
     trainer = BpeTrainer(
         vocab_size=10_000,  # out of reach: training ends when no pair is left to merge
         initial_alphabet=sorted(ByteLevel.alphabet()),  # all 256 bytes, hence any text at all
@@ -205,19 +283,28 @@ def make_tokenizer(family: str, prompts: Sequence[str] = ()) -> Any:
         merges=[tuple(pair) for pair in learnt["merges"]],
         extra_special_tokens=[f"<|{name}|>" for name in SPECIAL_TOKENS],
     )
-    dropped = tokenizer(template).input_ids[: pipeline.prompt_template_encode_start_idx]
-    expected = template[: template.index("<|im_start|>user\n")] + "<|im_start|>user\n"
-    if tokenizer.decode(dropped) != expected:
-        raise RuntimeError(f"the tokens that the pipeline drops are not the system prompt: {tokenizer.decode(dropped)}")
+    count = values.dropped_tokens or len(tokenizer(values.dropped).input_ids)
+    dropped = tokenizer.decode(tokenizer(template).input_ids[:count])
+    if dropped != values.dropped:
+        raise RuntimeError(f"the tokens that the pipeline drops are not the system prompt: {dropped}")
     return tokenizer
 
 
 def save_processor(folder: Path, tokenizer: Any, family: str, max_pixels: int = MAX_PIXELS) -> None:
+    if family == "qwen_image_21":
+        tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    owner = {"processor_class": "Qwen2VLProcessor"}
+    components = COMPONENTS_21 if family == "qwen_image_21" else COMPONENTS
+    owner = {"processor_class": components["processor"][1]}
     config = folder / "tokenizer_config.json"
     write_json(config, json.loads(config.read_text(encoding="utf-8")) | owner)
     kind = {"image_processor_type": "Qwen2VLImageProcessor"}
+    if family == "qwen_image_21":
+        size = {"size": {"shortest_edge": MIN_PIXELS, "longest_edge": max_pixels}}
+        write_json(folder / "preprocessor_config.json", IMAGE_PROCESSOR_21 | kind | size | owner)
+        video = IMAGE_PROCESSOR_21 | size | {"video_processor_type": "Qwen3VLVideoProcessor"}
+        write_json(folder / "video_preprocessor_config.json", video | owner)
+        return
     if family == "edit":
         limits = {"min_pixels": MIN_PIXELS, "max_pixels": max_pixels}
         write_json(folder / "preprocessor_config.json", IMAGE_PROCESSOR | kind | limits | owner)
@@ -234,15 +321,22 @@ def files_of(folder: Path) -> list[str]:
 def build(folder: Path, family: str, seed: int) -> None:
     """Write the whole model into the empty folder."""
     tokenizer = make_tokenizer(family)
-    tokenizer.save_pretrained(folder / "tokenizer")
     save_processor(folder / "processor", tokenizer, family)
-    save_text_encoder(folder / "text_encoder", tokenizer, seed, sharded=family == "edit_plus")
-    save_transformer(folder / "transformer", family, seed)
-    save_vae(folder / "vae", seed)
-    diffusers.FlowMatchEulerDiscreteScheduler(**SCHEDULER).save_pretrained(folder / "scheduler")
+    if family == "qwen_image_21":
+        components, scheduler = COMPONENTS_21, SCHEDULER | {"max_image_seq_len": 4096, "max_shift": 1.15}
+        save_text_encoder_21(folder / "text_encoder", tokenizer, seed)
+        save_transformer_21(folder / "transformer", seed)
+        save_vae_21(folder / "vae", seed)
+    else:
+        components, scheduler = COMPONENTS, SCHEDULER
+        tokenizer.save_pretrained(folder / "tokenizer")
+        save_text_encoder(folder / "text_encoder", tokenizer, seed, sharded=family == "edit_plus")
+        save_transformer(folder / "transformer", family, seed)
+        save_vae(folder / "vae", seed)
+    diffusers.FlowMatchEulerDiscreteScheduler(**scheduler).save_pretrained(folder / "scheduler")
     mark = {"family": family, "seed": seed, "files": files_of(folder)}
-    index = {"_class_name": PIPELINES[family], "_diffusers_version": diffusers.__version__, MARK: mark}
-    write_json(folder / "model_index.json", index | COMPONENTS)
+    index = {"_class_name": FAMILIES[family].pipeline, "_diffusers_version": diffusers.__version__, MARK: mark}
+    write_json(folder / "model_index.json", index | components)
 
 
 def refusal(out: Path) -> str | None:
@@ -265,7 +359,7 @@ def refusal(out: Path) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write a tiny random Qwen-Image-Edit model.")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
-    parser.add_argument("--family", choices=sorted(PIPELINES), default="edit", help="default: %(default)s")
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="edit", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args(arguments)
     if not 0 <= options.seed < 2**63:

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 Json = dict[str, Any]
 # Name in a header -> letter for struct, size in bytes.
-DTYPES = {"F16": ("e", 2), "U8": ("B", 1), "BOOL": ("B", 1)}
+DTYPES = {"F16": ("e", 2), "BF16": ("H", 2), "U8": ("B", 1), "BOOL": ("B", 1)}
 SAMPLE = {"row", "name", "key", "shape", "tokens", "empty_tokens", "tensor_bytes", "clipped", "notes"}
 SKIPPED = {"row", "name", "reason", "key"}
 LATER = {"source": "", "variant": 0}  # fields of both that an index may lack, and what they are then
@@ -166,7 +166,9 @@ def parse(record: memoryview) -> tuple[Json, dict[str, Json], memoryview]:
 def check_record(index: Json, sample: Json, meta: Json, tensors: dict[str, Json], faults: Faults) -> None:
     """A record against the index: metadata, dtypes, shapes and sizes."""
     row, target = f"row {label(sample)}", sample["shape"]["target"]
-    controls = [[16, 1, *size] for size in sample["shape"]["controls"]]
+    text_alone = "prompt_dtype" in index["recipe"]
+    channels, scale, embedding = (64, 16, "BF16") if text_alone else (16, 8, "F16")
+    controls = [[channels, 1, *size] for size in sample["shape"]["controls"]]
     prefix, length, empty = meta["shared_prefix"], sample["tokens"], sample["empty_tokens"]
     width = tensors["prompt_embed"]["shape"][1]
     about = {"format_version": 1, "key": sample["key"], "recipe": index["recipe"]["digest"]}
@@ -174,19 +176,23 @@ def check_record(index: Json, sample: Json, meta: Json, tensors: dict[str, Json]
     about |= {"shared_prefix": max(0, min(prefix, length, empty)), "clipped": sample["clipped"]}
     for name in sorted(about):
         faults.expect(f"{row}: {name}", meta.get(name), about[name])
+    slots = meta.get("image_slots", [])
+    fitting = len(slots) == len(controls) and all(0 <= slot <= prefix for slot in slots) and slots == sorted(slots)
+    faults.expect(f"{row}: image_slots", fitting if text_alone else "image_slots" in meta, text_alone)
     due = {
-        "pixel_latent": ("F16", [16, 1, *target]),
-        "control_latent": ("F16", controls[0] if len(controls) == 1 else [sum(map(prod, controls))]),
-        "prompt_embed": ("F16", [length, width]),
+        "pixel_latent": ("F16", [channels, 1, *target]),
+        "prompt_embed": (embedding, [length, width]),
         "prompt_embeds_mask": ("BOOL", [length]),
-        "empty_prompt_embed": ("F16", [empty - prefix, width]),
+        "empty_prompt_embed": (embedding, [empty - prefix, width]),
         "empty_prompt_embeds_mask": ("BOOL", [empty]),
     }
+    if controls or not text_alone:
+        due["control_latent"] = ("F16", controls[0] if len(controls) == 1 else [sum(map(prod, controls))])
     if "loss_mask" in tensors:
         due["loss_mask"] = ("U8", target)
     if thumbnail_px := index["recipe"].get("thumbnail_px"):
         longest = max(target)
-        px = min(thumbnail_px, 8 * longest)
+        px = min(thumbnail_px, scale * longest)
         due["thumbnail"] = ("U8", [*(max((2 * side * px + longest) // (2 * longest), 1) for side in target), 3])
     found = {name: (tensor["dtype"], tensor["shape"]) for name, tensor in tensors.items()}
     for name in sorted({*due, *found}):
@@ -202,6 +208,9 @@ def show(name: str, dtype: str, shape: list[int], data: bytes) -> None:
     for at in range(0, len(data), 1 << 17):
         piece = data[at : at + (1 << 17)]
         values = struct.unpack(f"<{len(piece) // size}{letter}", piece)
+        if dtype == "BF16":  # the first half of a float32
+            wide = struct.pack(f"<{len(values)}I", *(value << 16 for value in values))
+            values = struct.unpack(f"<{len(values)}f", wide)
         low, high, total = min(low, *values), max(high, *values), total + sum(values)
     mean = total * size / len(data) if data else float("nan")
     say(f"{name:26}{dtype:6}{shape!s:20} min {low:.6g}  mean {mean:.6g}  max {high:.6g}")

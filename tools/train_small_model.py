@@ -49,6 +49,7 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
 
+from qie.families import FAMILIES
 from qie.training.reporting.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -237,7 +238,7 @@ def build(work: Path, out: Path, seed: int) -> None:
     start_transformer(transformer, seed)
     transformer.save_pretrained(out / "transformer")
     diffusers.FlowMatchEulerDiscreteScheduler(**tiny.SCHEDULER).save_pretrained(out / "scheduler")
-    index = {"_class_name": tiny.PIPELINES["edit"], "_diffusers_version": diffusers.__version__}
+    index = {"_class_name": FAMILIES["edit"].pipeline, "_diffusers_version": diffusers.__version__}
     tiny.write_json(out / "model_index.json", index | tiny.COMPONENTS)
 
 

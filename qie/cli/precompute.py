@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from qie.precompute import Report, Settings
     from qie.precompute.estimate import PrecomputeEstimate
     from qie.precompute.ranges import Range
+    from qie.recipe import Recipe
     from qie.shards.index import Skipped
 
 
@@ -106,7 +107,7 @@ def main(
         encoder = open_encoder(worker_configs(config, devices)[0] if devices else config)
         with Progress("checking", wanted[1] - wanted[0], "rows", quiet=quiet) as progress:
             found = estimate_precompute(rows, encoder, folder, rows=wanted, settings=settings, progress=progress.at)
-        _print_estimate(found, encoder.recipe.digest)
+        _print_estimate(found, encoder.recipe)
         _finish(found.skipped)
     with Progress("encoding", wanted[1] - wanted[0], "rows", quiet=quiet) as progress, JsonLog(log_path) as log:
         run = partial(precompute_config, config, rows, folder, settings=settings, rows=wanted, devices=devices)
@@ -197,11 +198,11 @@ def _print(report: Report, folder: object) -> None:
         echo(f"{report.clipped} values were beyond FP16's range and were clipped; qie-stats says where")
 
 
-def _print_estimate(found: PrecomputeEstimate, recipe: str) -> None:
+def _print_estimate(found: PrecomputeEstimate, recipe: Recipe) -> None:
     samples, fresh = found.shapes.total(), found.fresh.total()
-    echo(f"{found.rows} rows: {samples} samples can be encoded, {len(found.skipped)} cannot; recipe {recipe}")
+    echo(f"{found.rows} rows: {samples} samples can be encoded, {len(found.skipped)} cannot; recipe {recipe.digest}")
     for shape, count in found.shapes.most_common():
-        echo(f"  {count:6d} × {shape}")
+        echo(f"  {count:6d} × {shape.in_pixels(recipe.latent_scale)}")
     size = "" if found.bytes is None else f", about {human_bytes(found.bytes)} in all"
     echo(f"{fresh} to encode, {samples - fresh} to reuse{size}")
     if found.encoding_s is not None and fresh:

@@ -349,7 +349,9 @@ class ModelConfig(Section):
     """The model, and which of its weights are trained."""
 
     pretrained_model_name_or_path: str = Field(description="Hub name or folder, in the diffusers layout.")
-    family: Literal["auto", "edit", "edit_plus"] = Field("auto", description="auto: read it from model_index.json.")
+    family: Literal["auto", "edit", "edit_plus", "qwen_image_21"] = Field(
+        "auto", description="auto: read it from model_index.json. qie encodes qwen_image_21, and does not train it yet."
+    )
     lora: LoraConfig | None = Field(
         LoraConfig(), description="The adapter to train; null: train all weights of the transformer."
     )

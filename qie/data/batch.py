@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from qie.data.plan import PlannedBatch
+from qie.errors import ShardError
 from qie.types import Batch, Sample
 
 
@@ -48,6 +49,7 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
         empty_lengths=tuple(empty_lengths),
         empty_prompt_embeds_mask=_mask(empty_lengths),
         loss_mask=_loss_mask(samples),
+        image_slots=_image_slots(samples),
     )
 
 
@@ -112,9 +114,21 @@ def _copy(slot: torch.Tensor, tensor: torch.Tensor) -> None:
     torch would start threads for it in each reader thread, and they would wait for one another.
     """
     if slot.device.type == tensor.device.type == "cpu":
-        np.copyto(slot.numpy(), tensor.numpy())
+        bits = torch.int16 if slot.dtype == torch.bfloat16 else slot.dtype  # NumPy has no bfloat16
+        np.copyto(slot.view(bits).numpy(), tensor.view(bits).numpy())
     else:
         slot.copy_(tensor)
+
+
+def _image_slots(samples: Sequence[Sample]) -> tuple[int, ...] | None:
+    slots = {sample.image_slots for sample in samples}
+    if len(slots) > 1:
+        raise ShardError(
+            "the samples of a batch have their controls at other places in the text",
+            where=", ".join(sample.key for sample in samples[:4]),
+            found=sorted(map(str, slots)),
+        )
+    return slots.pop()
 
 
 def _mask(lengths: list[int]) -> torch.Tensor | None:

@@ -192,6 +192,7 @@ class LiveSamples:
             sources=sources,
             blocks=(rows // self.shard_rows).astype(np.int32) if self.shard_rows else np.zeros(len(rows), np.int32),
             source_names=source_names or ("",),
+            latent_scale=self.recipe.latent_scale,
         )
 
     @cached_property

@@ -300,7 +300,7 @@ def _sorted_by_length(
 def _no_batches(columns: Columns, drawn: Numbers, size: int) -> UsageError:
     counts = np.bincount(columns.shapes[drawn], minlength=len(columns.shape_names)).tolist()
     found = sorted((-count, shape) for count, shape in zip(counts, columns.shape_names, strict=True) if count)
-    named = [f"{-count} of {shape}" for count, shape in found[:_NAMED_SHAPES]]
+    named = [f"{-count} of {shape.in_pixels(columns.latent_scale)}" for count, shape in found[:_NAMED_SHAPES]]
     more = [f"and {len(found) - _NAMED_SHAPES} more shapes"] if len(found) > _NAMED_SHAPES else []
     return UsageError(
         "0 batches: no shape has enough samples for one",

@@ -16,7 +16,6 @@ from PIL import Image
 
 from qie.devices import staged
 from qie.encode.images import (
-    LATENT_SCALE,
     MAX_IMAGE_PX,
     Size,
     View,
@@ -26,16 +25,17 @@ from qie.encode.images import (
     decode_image,
     fit_size,
     has_more_frames,
+    on_background,
     require_proportions,
     to_loss_mask,
     to_pixels,
     to_thumbnail,
 )
 from qie.encode.options import EncoderOptions, make_recipe
-from qie.encode.text import MAX_POSITIONS, Patches, PromptEmbeds, PromptEncoder, VisionFeatures, check_prompt
+from qie.encode.text import Patches, PromptEmbeds, PromptEncoder, VisionFeatures, check_prompt
 from qie.encode.vae import VaeEncoder
 from qie.errors import QieError, RowError
-from qie.families import FAMILIES, NULL_PROMPT
+from qie.families import FAMILIES, NULL_PROMPT, Family
 from qie.pretrained import PretrainedModel
 from qie.recipe import Recipe, normal_prompt
 from qie.shards.tensors import Stored, store_together, to_storage
@@ -70,7 +70,7 @@ class Picture:
         return apply_view(self.image, self.view)
 
     def text_size(self, recipe: Recipe) -> Size:
-        """The size for Qwen2.5-VL: the VAE's, where the family has one image for both."""
+        """The size for the text encoder: the VAE's, where the family has one image for both."""
         if recipe.text_area_px is None:
             return self.view.size
         left, top, right, bottom = self.view.box
@@ -78,12 +78,12 @@ class Picture:
 
     def for_text(self, recipe: Recipe) -> Image.Image:
         size = self.text_size(recipe)
-        return self.for_vae if size == self.view.size else apply_view(self.image, View(self.view.box, size))
+        image = self.for_vae if size == self.view.size else apply_view(self.image, View(self.view.box, size))
+        return on_background(image, recipe.background)
 
-    @property
-    def latent_size(self) -> Size:
+    def latent_size(self, recipe: Recipe) -> Size:
         """(H, W)."""
-        return self.view.size[1] // LATENT_SCALE, self.view.size[0] // LATENT_SCALE
+        return self.view.size[1] // recipe.latent_scale, self.view.size[0] // recipe.latent_scale
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,7 @@ class DecodedRow:
     controls: tuple[Picture, ...]
     loss_mask: torch.Tensor | None
     notes: tuple[str, ...]
-
-    @property
-    def shape(self) -> Shape:
-        return Shape(self.target.latent_size, tuple(control.latent_size for control in self.controls))
+    shape: Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,16 +128,18 @@ def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:
     Raises:
         RowError: an image cannot be decoded, the prompt is refused, or the family takes another number of controls.
     """
-    limit = FAMILIES[recipe.family].max_controls
-    if not row.controls or (limit is not None and len(row.controls) > limit):
+    family = FAMILIES[recipe.family]
+    least, limit = family.min_controls, family.max_controls
+    if len(row.controls) < least or (limit is not None and len(row.controls) > limit):
         raise RowError(
             f"{len(row.controls)} control images for a model of family {recipe.family}",
-            expected="1 or more" if limit is None else f"exactly {limit}",
+            expected=f"{least} or more" if limit is None else f"exactly {limit}",
             hint="an edit_plus model takes several" if row.controls else "every row needs an image to edit",
         )
     check_prompt(row.prompt)
+    behind = None if family.alpha else recipe.background
     images = {"the target": row.target} | {f"control {n}": content for n, content in enumerate(row.controls, start=1)}
-    decoded = {what: decode_image(content, what, recipe.background, max_image_px) for what, content in images.items()}
+    decoded = {what: decode_image(content, what, behind, max_image_px) for what, content in images.items()}
     target, *controls = (Picture.of(augmented(image, row.augment), recipe) for image in decoded.values())
     loss_mask = None
     if row.mask is not None:
@@ -149,19 +148,23 @@ def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:
             # At the target's size, so that the same pixels are cut off it.
             require_proportions(mask, decoded["the target"].size)
             mask = augmented(mask.resize(decoded["the target"].size, Image.Resampling.BOX), row.augment)
-        loss_mask = to_loss_mask(mask, target.image.size, target.view)
+        loss_mask = to_loss_mask(mask, target.image.size, target.view, family.latent_scale)
     notes = tuple(
         f"{what} has several frames: the first is used" for what, content in images.items() if has_more_frames(content)
     )
-    return DecodedRow(row, normal_prompt(row.prompt), target, tuple(controls), loss_mask, notes)
+    shape = Shape(target.latent_size(recipe), tuple(control.latent_size(recipe) for control in controls))
+    return DecodedRow(row, normal_prompt(row.prompt), target, tuple(controls), loss_mask, notes, shape)
 
 
-def text_room(latent_sizes: Sequence[Size]) -> int:
-    """How many text tokens, images included, the transformer's table of positions holds beside latents of these sizes.
+def text_room(family: Family, shape: Shape) -> int:
+    """How many stored tokens of text the transformer's table of positions holds beside latents of these sizes.
 
-    Text positions begin after the largest half side of a latent, in patches of 2×2.
+    Text positions begin after the largest half side of a latent, in patches of 2×2. Where the controls stand in the
+    text, each takes as many positions as its longer side, and the target begins after them.
     """
-    return MAX_POSITIONS - max(max(size) for size in latent_sizes) // 4
+    if family.interleaved:
+        return family.positions - 1 - sum(max(size) for size in shape.controls)
+    return family.positions - max(max(size) for size in (shape.target, *shape.controls)) // 4
 
 
 class Memo(Generic[A]):
@@ -297,12 +300,28 @@ class Encoder:
         self.__dict__.pop("text", None)
 
     def _decode(self, row: Row) -> DecodedRow:
-        decoded = decode_row(row, self.recipe, self._max_image_px)
-        tokens = self._count_tokens(decoded)
-        room = text_room([decoded.shape.target, *decoded.shape.controls])
+        decoded, family = decode_row(row, self.recipe, self._max_image_px), self.pretrained.family
+        tokens, room = self._count_tokens(decoded), text_room(family, decoded.shape)
         if tokens > room:
-            raise RowError("the prompt is too long", expected=f"at most {room} tokens, images included", found=tokens)
+            expected = f"at most {room} tokens{'' if family.interleaved else ', images included'}"
+            raise RowError("the prompt is too long", expected=expected, found=tokens)
+        if family.interleaved:
+            self._require_slots(decoded)
         return decoded
+
+    def _require_slots(self, row: DecodedRow) -> None:
+        """Raise RowError unless each control takes one token of the text encoder for four of its latent's."""
+        sizes = [control.text_size(self.recipe) for control in row.controls]
+        for number, (found, (height, width)) in enumerate(
+            zip(self.text.image_tokens(sizes), row.shape.controls, strict=True), start=1
+        ):
+            if 4 * found != height * width:
+                raise RowError(
+                    f"the text encoder resizes control {number}, so that its tokens do not fit the latent's",
+                    expected=height * width // 4,
+                    found=found,
+                    hint="choose another data.area_px",
+                )
 
     def _count_tokens(self, row: DecodedRow) -> int:
         return self.text.count_tokens([control.text_size(self.recipe) for control in row.controls], row.prompt)
@@ -320,7 +339,7 @@ class Encoder:
             tuple(self._pixels(control.for_vae) for control in decoded.controls),
             self.text.patches([control.for_text(self.recipe) for control in decoded.controls]),
             decoded.loss_mask,
-            to_thumbnail(target, small) if small else None,
+            to_thumbnail(on_background(target, self.recipe.background), small) if small else None,
             decoded.notes,
         )
 
@@ -365,9 +384,13 @@ class Encoder:
         return [_attempt(self._sample, row, embed) for row, embed in zip(rows, embeds, strict=True)]
 
     def _sample(self, row: _Latents, embeds: PromptEmbeds) -> Sample:
-        prefix, prepared = embeds.shared_prefix, row.prepared
+        prepared, family = row.prepared, self.pretrained.family
+        whole = embeds.prompt, embeds.null, embeds.shared_prefix
+        embed, null, prefix = embeds.of_text() if family.interleaved else whole
         prompt, empty_tail = store_together(
-            (embeds.prompt, "the prompt's embedding"), (embeds.null[prefix:], "the null prompt's embedding")
+            (embed, "the prompt's embedding"),
+            (null[prefix:], "the null prompt's embedding"),
+            dtype=getattr(torch, family.prompt_dtype),
         )
         return Sample(
             key=self.recipe.key(prepared.row),
@@ -382,6 +405,7 @@ class Encoder:
             loss_mask=prepared.loss_mask,
             clipped=sum(part.clipped for part in (row.target, *row.controls, prompt, empty_tail)),
             thumbnail=prepared.thumbnail,
+            image_slots=embeds.image_slots if family.interleaved else None,
             notes=prepared.notes,
         )
 

@@ -35,9 +35,6 @@ MAX_IMAGE_PX = 178_956_970
 _PHOTOMETRIC = 262  # the tag of TIFF
 _SRGB_TOLERANCE = 16
 
-LATENT_SCALE = 8
-"""Image pixels per latent pixel, in each direction."""
-
 # Odd metadata is no fault, and `_require_size` checks the size. Set once: decoding runs in threads, where warnings
 # cannot be caught.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
@@ -52,14 +49,14 @@ class View:
     size: Size
 
 
-def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_IMAGE_PX) -> Image.Image:
+def decode_image(content: bytes, what: str, background: str | None, max_px: int = MAX_IMAGE_PX) -> Image.Image:
     """The RGB image in a file, as a viewer shows it: upright by its EXIF orientation, composited on `background`,
-    converted to sRGB by its embedded profile. An animation gives its first frame.
+    converted to sRGB by its embedded profile. An animation gives its first frame. Without a background it is RGBA.
 
     Args:
         content: the file.
         what: which image of the row this is, for messages.
-        background: colour behind transparent pixels.
+        background: colour behind transparent pixels; None to keep their opacity.
         max_px: larger images are refused before they are decoded.
 
     Raises:
@@ -135,7 +132,7 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _rgb(image: Image.Image, what: str, background: str) -> Image.Image:
+def _rgb(image: Image.Image, what: str, background: str | None) -> Image.Image:
     if image.mode in ("I", "F"):
         raise RowError(
             f"{what} is greyscale, and the range of its values is unknown", hint="save it as PNG with 8 or 16 bits"
@@ -147,6 +144,9 @@ def _rgb(image: Image.Image, what: str, background: str) -> Image.Image:
         alpha = image.getchannel("A")
         image = image.convert("L" if grey else "RGB")
     image = _srgb(image)
+    if background is None:
+        image.putalpha(255 if alpha is None else alpha)
+        return image
     if alpha is None:
         return image
     behind = Image.new("RGB", image.size, background)
@@ -258,9 +258,18 @@ def resampling_digest() -> str:
     return digest.hexdigest()
 
 
+def on_background(image: Image.Image, background: str) -> Image.Image:
+    """The image without transparency, as diffusers' QwenImage21Pipeline puts it on white for the text encoder."""
+    if image.mode != "RGBA":
+        return image
+    whole = Image.new("RGB", image.size, background)
+    whole.paste(image, mask=image.getchannel("A"))
+    return whole
+
+
 def to_pixels(image: Image.Image) -> torch.Tensor:
-    """[1, 3, H, W] float32 in [-1, 1], channels last in memory, by the operations of `VaeImageProcessor.preprocess` in
-    their order."""
+    """[1, channels, H, W] float32 in [-1, 1], channels last in memory, by the operations of
+    `VaeImageProcessor.preprocess` in their order."""
     unit = np.array(image).astype(np.float32)
     unit /= 255.0  # in place: each new array of this size costs more than the arithmetic
     return torch.from_numpy(unit)[None].mul_(2.0).sub_(1.0).permute(0, 3, 1, 2)
@@ -277,8 +286,8 @@ def require_proportions(mask: Image.Image, image: Size) -> None:
         raise RowError("the mask and the target have different proportions", expected=image, found=mask.size)
 
 
-def to_loss_mask(mask: Image.Image, image: Size, view: View) -> torch.Tensor:
-    """[H, W] uint8: the mask's mean brightness over each latent pixel of a view of its image.
+def to_loss_mask(mask: Image.Image, image: Size, view: View, scale: int = 8) -> torch.Tensor:
+    """[H, W] uint8: the mask's mean brightness over each latent pixel, of `scale` pixels, of a view of its image.
 
     Raises:
         RowError: the proportions of mask and image differ by more than a pixel.
@@ -287,5 +296,5 @@ def to_loss_mask(mask: Image.Image, image: Size, view: View) -> torch.Tensor:
     scale_x, scale_y = mask.width / image[0], mask.height / image[1]
     left, top, right, bottom = view.box
     box = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
-    width, height = view.size[0] // LATENT_SCALE, view.size[1] // LATENT_SCALE
+    width, height = view.size[0] // scale, view.size[1] // scale
     return torch.from_numpy(np.array(mask.convert("L").resize((width, height), Image.Resampling.BOX, box=box)))

@@ -11,6 +11,7 @@ import torch
 from qie.config import Config
 from qie.devices import resolve_dtype
 from qie.encode.images import MAX_IMAGE_PX, Size, resampling_digest
+from qie.errors import ConfigError
 from qie.families import Family, template_digest
 from qie.pretrained import PretrainedModel, content_hash, processor_hash
 from qie.recipe import ENCODING_VERSION, Recipe
@@ -33,6 +34,7 @@ _CONFIG_KEYS = {
     "compiled": "cache.compile",
     "thumbnail_px": "cache.thumbnail_px",
     "storage_dtype": "another release of qie",
+    "prompt_dtype": "another release of qie",
     "encoding_version": "another release of qie",
 }
 
@@ -124,7 +126,8 @@ def known_fields(pretrained: PretrainedModel, options: EncoderOptions) -> dict[s
 
 
 def _chosen(family: Family, options: EncoderOptions) -> dict[str, Any]:
-    """The fields that follow from the family and the options alone."""
+    """The fields that follow from the family and the options alone. Raises ConfigError for sizes that do not fit it."""
+    _require_fitting(family, options)
     return {
         "family": family.name,
         "areas_px": () if options.buckets_px else options.areas_px or (family.area_px,),
@@ -137,4 +140,28 @@ def _chosen(family: Family, options: EncoderOptions) -> dict[str, Any]:
         "batch_size": options.batch_size,
         "compiled": options.compiled,
         "thumbnail_px": options.thumbnail_px,
+        "prompt_dtype": None if family.prompt_dtype == "float16" else family.prompt_dtype,
     }
+
+
+def _require_fitting(family: Family, options: EncoderOptions) -> None:
+    """A token of the text encoder stands for 2×2 of an interleaved family's latent pixels: both get one image."""
+    if not family.interleaved:
+        return
+    odd = [side for size in options.buckets_px for side in size if side % family.multiple_px]
+    if options.multiple_px is not None and options.multiple_px % family.multiple_px:
+        odd.append(options.multiple_px)
+    if odd:
+        raise ConfigError(
+            f"{family.title} takes images whose sides are multiples of {family.multiple_px}",
+            where="data.buckets_px" if options.buckets_px else "data.multiple_px",
+            found=odd[0],
+        )
+    if options.text_area_px is not None:
+        raise ConfigError(
+            f"{family.title} gets one image for both encoders",
+            where="data.text_area_px",
+            expected="null",
+            found=options.text_area_px,
+            hint="set data.area_px",
+        )

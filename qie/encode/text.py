@@ -1,8 +1,8 @@
 """Prompts and their images, to the embeddings that the transformer was trained with.
 
-This module uses the tokenizer and the PIL image processor directly. `Qwen2VLProcessor` needs torchvision, and the
-pipelines of diffusers up to 0.42.1 do not pass `mm_token_type_ids`, without which transformers 5 gives image tokens
-other positions than the released model had (huggingface/diffusers#14194).
+This module uses the tokenizer and the PIL image processor directly. The processors of both together need torchvision,
+and the Qwen-Image-Edit pipelines of diffusers up to 0.42.1 do not pass `mm_token_type_ids`, without which transformers
+5 gives image tokens other positions than the released model had (huggingface/diffusers#14194).
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qie.devices import sent, staged
-from qie.encode.vision import VisionTower
+from qie.encode.vision import DeepTower, VisionTower
 from qie.errors import ModelError, RowError
 from qie.families import NULL_PROMPT, Family
 from qie.pretrained import PretrainedModel, loading
 
 _SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
-
-MAX_POSITIONS = 4096
-"""Length of the transformer's table of rotary positions, which targets, controls and text share."""
 
 MAX_PROMPT_CHARS = 65_536
 """Longer prompts are refused before they are tokenized, which can take minutes: 4,096 tokens are far fewer."""
@@ -44,11 +41,26 @@ class PromptEmbeds:
         prompt: [L, D].
         null: [L0, D]; its first `shared_prefix` tokens equal those of `prompt`, bit for bit.
         shared_prefix: tokens before the prompt: images, and the words between them.
+        is_image: [shared_prefix], on the host: which of these are tokens of an image.
     """
 
     prompt: torch.Tensor
     null: torch.Tensor
     shared_prefix: int
+    is_image: torch.Tensor
+
+    @property
+    def image_slots(self) -> tuple[int, ...]:
+        """For each image, how many tokens of text stand before it."""
+        before = torch.nn.functional.pad(self.is_image, (1, 0))[:-1]
+        starts = (self.is_image & ~before).nonzero().flatten()
+        return tuple((~self.is_image).cumsum(0)[starts].tolist())
+
+    def of_text(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Prompt and null prompt without their image tokens, and how many tokens these share."""
+        text = self.prompt[: self.shared_prefix][sent(~self.is_image, self.prompt.device)]
+        prompt, null = (torch.cat([text, part[self.shared_prefix :]]) for part in (self.prompt, self.null))
+        return prompt, null, len(text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,24 +73,27 @@ class Patches:
 
 @dataclass(eq=False)
 class VisionFeatures:
-    """What Qwen2.5-VL's vision tower gives for images, for any number of prompts.
+    """What Qwen-VL's vision tower gives for images, for any number of prompts.
 
     Attributes:
         text: template and image tokens, up to the prompt.
         features: the embeddings of the image tokens, [tokens, D].
         grids: the grid of patches of each image, [n, 3], on the host.
+        deepstack: what is added to the image tokens after each of the language model's first layers, [tokens, D] each;
+            none for Qwen2.5-VL.
         prefix: with share_prefix, a pass over `text`: key-value cache, last hidden states, next rotary position.
     """
 
     text: str
     features: torch.Tensor
     grids: torch.Tensor
+    deepstack: tuple[torch.Tensor, ...] = ()
     prefix: tuple[Any, torch.Tensor, int] | None = None
 
     @property
     def nbytes(self) -> int:
         """Memory, about: with a prefix, the cache of every layer, too."""
-        tensors = [self.features]
+        tensors = [self.features, *self.deepstack]
         if self.prefix is not None:
             cache, hidden, _ = self.prefix
             tensors += [hidden, *(part for layer in cache.layers for part in (layer.keys, layer.values))]
@@ -99,7 +114,7 @@ def check_prompt(prompt: str) -> None:
 
 
 class PromptEncoder:
-    """Qwen2.5-VL without its language head, which embeddings do not need. The first use loads the weights.
+    """A Qwen-VL without its language head, which embeddings do not need. The first use loads the weights.
 
     Args:
         pretrained: with text_encoder, tokenizer and processor.
@@ -134,38 +149,50 @@ class PromptEncoder:
                 use_safetensors=True,
                 device_map={"": self.device},
             )
-        return whole.model.eval().requires_grad_(False)
+        model = whole.model.eval().requires_grad_(False)
+        if not self._family.final_norm:  # transformers 5 gives no hidden states from before it
+            model.language_model.norm = torch.nn.Identity()
+        return model
 
     @cached_property
-    def _tower(self) -> VisionTower:
+    def _tower(self) -> VisionTower | DeepTower:
+        if hasattr(self._model.visual, "deepstack_merger_list"):
+            return DeepTower(self._model.visual, self.device)
         tower = VisionTower(self._model.visual, self.device)
         tower.check()
         return tower
 
     def count_tokens(self, image_sizes: Sequence[tuple[int, int]], prompt: str) -> int:
-        """Length L of the prompt's embedding with images of these (width, height). Encodes nothing."""
-        pads = [
-            self._processor.get_number_of_image_patches(height, width) // self._processor.merge_size**2
-            for width, height in image_sizes
-        ]
+        """Length L of the prompt's embedding with images of these (width, height), as it is stored. Encodes nothing."""
+        pads = [0] * len(image_sizes) if self._family.interleaved else self.image_tokens(image_sizes)
         text = self._before_prompt(pads) + prompt + self._family.after_prompt
         return len(self._tokenizer(text)["input_ids"]) - self._dropped
 
+    def image_tokens(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
+        """How many tokens each image of these (width, height) takes."""
+        patches = (self._processor.get_number_of_image_patches(height, width) for width, height in sizes)
+        return [count // self._processor.merge_size**2 for count in patches]
+
     def patches(self, images: Sequence[Image.Image]) -> Patches:
         """The vision tower's input for images that already have the recipe's sizes."""
+        if not images:
+            return Patches(torch.empty(0, dtype=self.dtype), torch.empty(0, 3, dtype=torch.long))
         inputs = self._processor(images=list(images), return_tensors="pt")
         return Patches(staged(inputs["pixel_values"], self.device, self.dtype), inputs["image_grid_thw"])
 
     @torch.inference_mode()
     def vision_features(self, patches: Patches) -> VisionFeatures:
         """Images through the vision tower; with share_prefix, through the language model, too."""
-        features = self._tower.features(patches.values.to(self.device, non_blocking=True), patches.grids)
+        features, *deepstack = self._seen(patches)
         pads = [int(grid.prod()) // self._processor.merge_size**2 for grid in patches.grids]
-        images = VisionFeatures(self._before_prompt(pads), features, patches.grids)
+        images = VisionFeatures(self._before_prompt(pads), features, patches.grids, tuple(deepstack))
         if self._share_prefix:
-            embeds, positions = self._inputs(images, images.text)
+            embeds, positions, is_image = self._inputs(images, images.text)
             output = self._model.language_model(
-                inputs_embeds=embeds[None], position_ids=sent(positions, self.device)[:, None], use_cache=True
+                inputs_embeds=embeds[None],
+                position_ids=sent(positions, self.device)[:, None],
+                use_cache=True,
+                **self._deepstack([images], is_image[None]),
             )
             images.prefix = output.past_key_values, output.last_hidden_state[0], int(positions[0, -1]) + 1
         return images
@@ -191,23 +218,24 @@ class PromptEncoder:
             self._inputs(one, one.text + prompt + self._family.after_prompt)
             for one, prompt in zip(images, prompts, strict=True)
         ]
-        mask = _padded([torch.ones(len(embeds), dtype=torch.long) for embeds, _ in inputs])
-        positions = _padded([positions.T for _, positions in inputs]).permute(2, 0, 1)
+        mask = _padded([torch.ones(len(embeds), dtype=torch.long) for embeds, *_ in inputs])
+        positions = _padded([positions.T for _, positions, _ in inputs]).permute(2, 0, 1)
         output = self._model.language_model(
-            inputs_embeds=_padded([embeds for embeds, _ in inputs]),
+            inputs_embeds=_padded([embeds for embeds, *_ in inputs]),
             position_ids=sent(positions, self.device),
             # transformers reads a mask back from the GPU, to leave it out if nothing is padded.
             attention_mask=None if mask.all() else sent(mask, self.device),
             use_cache=True,
+            **self._deepstack(images, _padded([is_image for *_, is_image in inputs])),
         )
         lengths = [len(self._tokenizer(one.text)["input_ids"]) for one in images]
         before = torch.arange(mask.shape[1]) < torch.tensor(lengths)[:, None]
-        starts = [int(positions[0, length - 1]) + 1 for (_, positions), length in zip(inputs, lengths, strict=True)]
+        starts = [int(positions[0, length - 1]) + 1 for (_, positions, _), length in zip(inputs, lengths, strict=True)]
         tails = self._tails(output.past_key_values, before.long(), starts, [NULL_PROMPT] * len(images))
-        hidden = [states[: len(embeds)] for states, (embeds, _) in zip(output.last_hidden_state, inputs, strict=True)]
+        hidden = [states[: len(embeds)] for states, (embeds, *_) in zip(output.last_hidden_state, inputs, strict=True)]
         return [
-            self._embeds(states[:length], states[length:], tail)
-            for states, length, tail in zip(hidden, lengths, tails, strict=True)
+            self._embeds(states[:length], states[length:], tail, is_image[:length])
+            for states, length, tail, (*_, is_image) in zip(hidden, lengths, tails, inputs, strict=True)
         ]
 
     def _continue(self, images: VisionFeatures, prompt: str) -> PromptEmbeds:
@@ -218,7 +246,7 @@ class PromptEncoder:
         cache.batch_repeat_interleave(len(texts))
         before = torch.ones(len(texts), len(hidden), dtype=torch.long)
         tail, null_tail = self._tails(cache, before, [start] * len(texts), texts)
-        return self._embeds(hidden, tail, null_tail)
+        return self._embeds(hidden, tail, null_tail, self._is_image(self._ids(images.text)))
 
     def _tails(
         self, cache: Any, before: torch.Tensor, starts: Sequence[int], texts: Sequence[str]
@@ -244,18 +272,42 @@ class PromptEncoder:
         )
         return [states[: len(one)] for states, one in zip(output.last_hidden_state, tokens, strict=True)]
 
-    def _inputs(self, images: VisionFeatures, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input embeddings [L, D] of a text with its images in place, and rotary positions [3, L] on the host."""
-        ids = torch.tensor([self._tokenizer(text)["input_ids"]])
-        is_image = ids == self._model.config.image_token_id
+    def _seen(self, patches: Patches) -> list[torch.Tensor]:
+        """What the vision tower gives for images: their embeddings first."""
+        if not len(patches.grids):
+            return [torch.empty(0, self._model.config.text_config.hidden_size, device=self.device, dtype=self.dtype)]
+        seen = self._tower.features(patches.values.to(self.device, non_blocking=True), patches.grids)
+        return seen if isinstance(seen, list) else [seen]
+
+    def _deepstack(self, images: Sequence[VisionFeatures], is_image: torch.Tensor) -> dict[str, Any]:
+        """Arguments of the language model, for rows whose tokens are of an image where `is_image`, [B, L], says so."""
+        layers = [torch.cat(layer) for layer in zip(*(one.deepstack for one in images if one.deepstack), strict=True)]
+        if not layers:
+            return {}
+        return {"visual_pos_masks": sent(is_image, self.device), "deepstack_visual_embeds": layers}
+
+    def _ids(self, text: str) -> torch.Tensor:
+        return torch.tensor(self._tokenizer(text)["input_ids"])
+
+    def _is_image(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = ids == self._model.config.image_token_id
+        return found
+
+    def _inputs(self, images: VisionFeatures, text: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Input embeddings [L, D] of a text with its images in place; on the host, rotary positions [3, L], and which
+        tokens are of an image [L]."""
+        ids = self._ids(text)[None]
+        is_image = self._is_image(ids)
         embeds = self._model.get_input_embeddings()(sent(ids, self.device))
         embeds = embeds.masked_scatter(sent(is_image, self.device)[..., None], images.features.to(embeds.dtype))
         positions, _ = self._model.get_rope_index(ids, mm_token_type_ids=is_image.int(), image_grid_thw=images.grids)
-        return embeds[0], positions[:, 0]
+        return embeds[0], positions[:, 0], is_image[0]
 
-    def _embeds(self, before: torch.Tensor, tail: torch.Tensor, null_tail: torch.Tensor) -> PromptEmbeds:
-        prefix = before[self._dropped :]
-        return PromptEmbeds(torch.cat([prefix, tail]), torch.cat([prefix, null_tail]), len(prefix))
+    def _embeds(
+        self, before: torch.Tensor, tail: torch.Tensor, null_tail: torch.Tensor, is_image: torch.Tensor
+    ) -> PromptEmbeds:
+        prefix, is_image = before[self._dropped :], is_image[self._dropped :]
+        return PromptEmbeds(torch.cat([prefix, tail]), torch.cat([prefix, null_tail]), len(prefix), is_image)
 
     def _before_prompt(self, pads: Sequence[int]) -> str:
         """Template and images; `pads` says how many tokens each image takes."""

@@ -2,7 +2,7 @@
 
 The VAE is made for videos. For a single image every causal Conv3d gets one real frame after zeros, so only the last
 temporal slice of its kernel counts: a Conv2d with that slice computes the same, several times faster. The other layers
-work on [B, C, 1, H, W] unchanged.
+work on [B, C, 1, H, W] unchanged. The VAE of Qwen-Image-2.1 was released like this.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class VaeEncoder:
             self._moments = torch.compile(self._moments, dynamic=True)
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[1, 3, H, W] in [-1, 1] to [C, 1, H/8, W/8] in the VAE's dtype: the mode of the posterior, normalised by the
-        VAE's mean and deviation.
+        """[1, channels, H, W] in [-1, 1] to [C, 1, H/scale, W/scale] in the VAE's dtype: the mode of the posterior,
+        normalised by the VAE's mean and deviation.
 
-        The formula is `_encode_vae_image` of diffusers' Qwen-Image-Edit pipelines.
+        The formula is `_encode_vae_image` of diffusers' Qwen-Image pipelines.
         """
         return self.encode_together([pixels])[0]
 
@@ -80,7 +80,7 @@ class VaeEncoder:
         return [latents[position] for position in range(len(images))]
 
     def _encode_pixels(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[B, 3, H, W] to [B, C, 1, H/8, W/8]."""
+        """[B, channels, H, W] to [B, C, 1, H/scale, W/scale]."""
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         mode = self._moments(pixels.unsqueeze(2)).chunk(2, dim=1)[0]
         return (mode - self._mean) / self._std
@@ -145,7 +145,8 @@ class _Still(nn.Module):
 
 def still_encoder(vae: diffusers.ModelMixin) -> nn.Module:
     """The fast encoder with `vae`'s weights; the VAE's own encoder, with a warning, if the two differ."""
-    probe = torch.randn(1, 3, 1, PROBE_PX, PROBE_PX, generator=torch.Generator().manual_seed(0)).to(vae.dtype)
+    channels = vae.config.get("in_channels", 3)
+    probe = torch.randn(1, channels, 1, PROBE_PX, PROBE_PX, generator=torch.Generator().manual_seed(0)).to(vae.dtype)
     with torch.inference_mode():
         expected = vae._encode(probe).float()
         try:

@@ -1,8 +1,9 @@
-"""Qwen2.5-VL's vision tower: transformers' own, with fewer calls and without waiting for the GPU.
+"""Qwen-VL's vision towers: transformers' own, with fewer calls and without waiting for the GPU.
 
-Most of its layers attend within windows of 112 pixels, of which an image of 1024² has 100. transformers calls attention
-for each: 2,800 calls an image. Here windows of equal length are the batch of one call: on a GPU all of them, of at most
-four lengths in an image; on a CPU, where a call is cheap and gathering tokens is not, those next to each other.
+Most layers of Qwen2.5-VL's attend within windows of 112 pixels, of which an image of 1024² has 100. transformers calls
+attention for each: 2,800 calls an image. Here windows of equal length are the batch of one call: on a GPU all of them,
+of at most four lengths in an image; on a CPU, where a call is cheap and gathering tokens is not, those next to each
+other.
 
 transformers also derives positions and windows from the images' sizes on the GPU, and reads them back in each layer.
 Here the host computes them and hands them to it.
@@ -29,6 +30,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     apply_rotary_pos_emb_vision,
     eager_attention_forward,
 )
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchEmbed
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
@@ -107,13 +109,26 @@ class _WindowAttention(Qwen2_5_VLVisionAttention):  # type: ignore[misc]
         return self.proj(joined if windows.back is None else joined[windows.back])  # type: ignore[no-any-return]
 
 
-class _LinearPatchEmbed(Qwen2_5_VisionPatchEmbed):  # type: ignore[misc]
-    """Its parent, whose kernel is as large as a patch, as a matrix product."""
+class _LinearPatchEmbed(nn.Module):
+    """A convolution whose kernel is as large as a patch, as a matrix product."""
+
+    proj: nn.Conv3d
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[patches, values] to [patches, D]."""
         weight = self.proj.weight
-        return nn.functional.linear(hidden_states.to(weight.dtype), weight.flatten(1))
+        return nn.functional.linear(hidden_states.to(weight.dtype), weight.flatten(1), self.proj.bias)
+
+
+class _LinearPatchEmbed25(_LinearPatchEmbed, Qwen2_5_VisionPatchEmbed):  # type: ignore[misc]
+    """Of Qwen2.5-VL."""
+
+
+class _LinearPatchEmbed3(_LinearPatchEmbed, Qwen3VLVisionPatchEmbed):  # type: ignore[misc]
+    """Of Qwen3-VL."""
+
+
+_LINEAR = {Qwen2_5_VisionPatchEmbed: _LinearPatchEmbed25, Qwen3VLVisionPatchEmbed: _LinearPatchEmbed3}
 
 
 def embed_patches_linearly(tower: Any) -> None:
@@ -122,8 +137,32 @@ def embed_patches_linearly(tower: Any) -> None:
     In another order of sums than Conv3d's: last bits differ.
     """
     embed = tower.patch_embed
-    if type(embed) is Qwen2_5_VisionPatchEmbed and embed.proj.stride == embed.proj.kernel_size:
-        embed.__class__ = _LinearPatchEmbed
+    if type(embed) in _LINEAR and embed.proj.stride == embed.proj.kernel_size:
+        embed.__class__ = _LINEAR[type(embed)]
+
+
+class DeepTower:
+    """Qwen3-VL's vision tower, each of whose layers sees whole images. Some hand on what they see to the first
+    layers of the language model.
+
+    Args:
+        tower: of a Qwen3-VL.
+        device: that it is on.
+    """
+
+    def __init__(self, tower: Any, device: torch.device) -> None:
+        self._tower, self._device = tower, device
+        if device.type != "cpu":
+            embed_patches_linearly(tower)
+
+    def features(self, values: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
+        """Embeddings of images' tokens, [tokens, D], and what each handing layer adds to them in the language model,
+        from their patches' values and their grids, which are on the host."""
+        given = {"position_ids": sent(get_vision_position_ids(grids, self._tower.spatial_merge_size), self._device)}
+        if not is_flash_attention_requested(self._tower.config):
+            given["cu_seqlens"] = get_vision_cu_seqlens(grids)  # on the host, where transformers reads them
+        output = self._tower(values, grid_thw=sent(grids, self._device), **given)
+        return [output.pooler_output, *output.deepstack_features]
 
 
 class VisionTower:

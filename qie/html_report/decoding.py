@@ -57,4 +57,5 @@ class VaeDecoder:
                 hint="free its memory, or hide it with CUDA_VISIBLE_DEVICES= to decode on the CPU",
             ) from error
         levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-        return Image.fromarray(levels.permute(1, 2, 0).cpu().numpy())
+        image = Image.fromarray(levels.permute(1, 2, 0).cpu().numpy())
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image) if image.mode == "RGBA" else image

@@ -18,7 +18,7 @@ from qie.html_report.latents import LatentCounts, LatentStatistics
 from qie.shards.discovery import rows_of
 from qie.shards.index import Entry
 from qie.shards.reader import Shard, checked_sample
-from qie.shards.tensors import CHANNELS
+from qie.shards.tensors import CHANNELS, is_text_alone
 from qie.stats import Summary, one_line
 from qie.stores import File
 
@@ -67,11 +67,13 @@ class Card:
 
     Attributes:
         entry: what its index says.
+        size: of target and controls, in pixels.
         prompt: as it was encoded.
         picture: of its target; None where there is no thumbnail and nothing that decodes latents.
     """
 
     entry: Entry
+    size: str
     prompt: str
     picture: SmallPicture | None
 
@@ -96,6 +98,7 @@ class _SmallPart:
     """The small part of a record, which is kept."""
 
     entry: Entry
+    size: str
     prompt: str
     latent: torch.Tensor
     thumbnail: torch.Tensor | None
@@ -128,7 +131,7 @@ def look_at(
             faults.append(one_line(read))
     cards = []
     for one in (kept[place] for place in spread(gallery, len(kept))):
-        cards.append(Card(one.entry, one.prompt, _picture(one, decode)))
+        cards.append(Card(one.entry, one.size, one.prompt, _picture(one, decode)))
         progress(done := done + 1)
     return Look(counts.statistics(), cards, faults)
 
@@ -160,12 +163,14 @@ def _attempt(shard: Shard, entry: Entry) -> _SmallPart | QieError:
         # A copy of the record, since the larger part of it is to be forgotten again; torch wants one that is writable.
         record = memoryview(bytearray(shard.verified_record(entry)))
         sample = checked_sample(record, entry.key, entry.shape, where)
-        if len(sample.pixel_latent) != CHANNELS or not torch.isfinite(sample.pixel_latent).all():
+        channels = CHANNELS[is_text_alone(shard.index.recipe)]
+        if len(sample.pixel_latent) != channels or not torch.isfinite(sample.pixel_latent).all():
             raise ShardError("a latent has another number of channels, or holds NaN or infinity", where=where)
     except QieError as error:
         return error
     thumbnail = None if sample.thumbnail is None else sample.thumbnail.clone()
-    return _SmallPart(entry, sample.prompt, sample.pixel_latent.clone(), thumbnail)
+    size = entry.shape.in_pixels(shard.index.recipe.latent_scale)
+    return _SmallPart(entry, size, sample.prompt, sample.pixel_latent.clone(), thumbnail)
 
 
 def _is_blamed(file: File, summary: Summary) -> bool:

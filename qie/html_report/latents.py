@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from qie.shards.tensors import CHANNELS
-
 BINS = 60
 WITHIN = 0.995
 """The histogram reaches so far that this part of the values is in it; how many are not is said beside it."""
@@ -44,12 +42,17 @@ class LatentCounts:
     """How often each FP16 value occurs in each channel, over all latents that were added."""
 
     def __init__(self) -> None:
-        self._counts = np.zeros((CHANNELS, 1 << 16), np.int64)
+        self._counts = np.zeros((0, 1 << 16), np.int64)
         self._samples = 0
 
     def add(self, latent: torch.Tensor) -> None:
-        """Count a latent, [16, 1, H, W] FP16, all of it finite."""
-        bits = latent.contiguous().view(torch.int16).numpy().view(np.uint16).reshape(CHANNELS, -1)
+        """Count a latent, [C, 1, H, W] FP16, all of it finite. One of another C than the first is another VAE's: it is
+        left out."""
+        bits = latent.contiguous().view(torch.int16).numpy().view(np.uint16).reshape(len(latent), -1)
+        if not self._samples:
+            self._counts = np.zeros((len(latent), 1 << 16), np.int64)
+        if len(latent) != len(self._counts):
+            return
         for counts, channel in zip(self._counts, bits, strict=True):
             counts += np.bincount(channel, minlength=1 << 16)
         self._samples += 1

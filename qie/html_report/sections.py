@@ -239,12 +239,12 @@ def _no_pictures() -> Html:
 def _card(card: Card) -> Html:
     entry = card.entry
     name = f"row {entry.row}" + (f", variant {entry.variant}" if entry.variant else "")
-    target, _, controls = str(entry.shape).partition(" px from ")
+    target, _, controls = card.size.partition(" px from ")
     facts = {
         "name": foreign(entry.name, 80),
         "source": foreign(entry.source, 80) if entry.source else "",
         "size": f"{target} px",
-        "from": f"{controls} px",
+        "from": f"{controls} px" if entry.shape.controls else "text",
         "tokens": f"{entry.tokens:,}",
         "clipped": f"{entry.clipped:,}" if entry.clipped else "",
         "key": tag("code", entry.key[:12]),

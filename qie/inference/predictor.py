@@ -27,6 +27,7 @@ from qie.families import FAMILIES, NULL_PROMPT
 from qie.pretrained import PretrainedModel, loading
 from qie.training.model.load import load_scheduler, load_transformer
 from qie.training.model.lora import add_frozen_adapters
+from qie.types import Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,8 @@ def embed_conditions(
     shaping = pictures[0] if FAMILIES[recipe.family].max_controls == 1 else pictures[-1]
     width, height = shaping.view.size
     area_px = choose_area(shaping.image.size, recipe.areas_px) if recipe.areas_px else width * height
-    room = text_room([picture.latent_size for picture in pictures])
+    sizes = tuple(picture.latent_size(recipe) for picture in pictures)
+    room = text_room(FAMILIES[recipe.family], Shape(sizes[0], sizes))
     embeds = [encoder.embed(images, text).cpu() for text in (prompt, negative_prompt) if text is not None]
     _check_room(embeds, room)
     return Conditions(tuple(images), area_px, embeds[0], embeds[1] if len(embeds) > 1 else None)
@@ -148,7 +150,8 @@ def load_vae(pretrained: PretrainedModel, dtype: torch.dtype) -> AutoencoderKLQw
     """The model's VAE as released, on the CPU."""
     folder = pretrained.component("vae")
     with loading(folder):
-        return AutoencoderKLQwenImage.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
+        kind = getattr(diffusers, pretrained.family.vae)
+        return kind.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
 
 
 def free(encoder: Encoder) -> None:
@@ -213,7 +216,8 @@ class Predictor:
         conditions = embed_conditions(self._encoder, images, prompt, negative_prompt)
         width, height = size or (0, 0)
         embeds = (conditions.prompt, conditions.negative)
-        _check_room((embed for embed in embeds if embed is not None), text_room([(height // 8, width // 8)]))
+        room = text_room(self.pretrained.family, Shape((height // 8, width // 8), ()))
+        _check_room((embed for embed in embeds if embed is not None), room)
         return conditions
 
     def free_encoder(self) -> None:

@@ -24,7 +24,7 @@ from qie.recipe import Recipe, canonical_json
 from qie.shards.index import ShardIndex, Skipped, first_fault, is_digest, parse_stem, recipe_fields
 from qie.shards.record import Whole
 from qie.shards.sample_table import COLUMNS, HASH_BYTES, Table
-from qie.shards.tensors import Sizes, total_bytes
+from qie.shards.tensors import Sizes, is_text_alone, total_bytes
 from qie.stores import File, Folder, MissingError, ObjectFolder
 from qie.types import Shape
 
@@ -197,7 +197,10 @@ def _require_sense(compact: Compact) -> None:
         if ((numbers < 0) | (numbers >= count)).any():
             raise ValueError(f"{name} holds numbers that are not of [0, {count})")
     for shape in table.shape_names:
-        if not shape.controls or min(side for size in (shape.target, *shape.controls) for side in size) < 1:
+        if (
+            not (shape.controls or is_text_alone(compact.recipe))
+            or min(side for size in (shape.target, *shape.controls) for side in size) < 1
+        ):
             raise ValueError(f"no shape: {shape}")
     starts, stops = np.array([shard.rows for shard in shards], np.int64).reshape(-1, 2)[table.shards].T
     ends = np.array([shard.filesize for shard in shards], np.int64)[table.shards]
@@ -228,8 +231,9 @@ def _least_sizes(compact: Compact) -> np.ndarray:
     ]
     height, width, pixels, *thumbnail = np.array(sides, np.float64).reshape(-1, 5)[table.shapes].T
     tokens, empty, prefix = (column.astype(np.float64) for column in (table.tokens, table.empty_tokens, table.prefixes))
+    small, text_alone = (thumbnail[0], thumbnail[1]), is_text_alone(compact.recipe)
     return 8.0 + total_bytes(  # type: ignore[no-any-return]
-        Sizes(height, width, pixels, tokens, empty, prefix, table.widths, table.masked, (thumbnail[0], thumbnail[1]))
+        Sizes(height, width, pixels, tokens, empty, prefix, table.widths, table.masked, small, text_alone)
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from qie.errors import ShardError
+from qie.families import FAMILIES
 from qie.recipe import LATER, STORED_AS, Recipe, canonical_json, normal_prompt
 from qie.shards.record import FORMAT_VERSION, Whole
 from qie.shards.tensors import tensor_bytes
@@ -255,6 +256,8 @@ def recipe_fields(recipe: dict[str, Any]) -> dict[str, Any]:
     known = names.keys()
     odd = {name for name in recipe.keys() ^ known if name in recipe or name not in LATER}
     odd |= {name for name in LATER if recipe.get(name, 0) is None}  # it would have no place in the digest
+    if recipe.get("family", "edit") not in FAMILIES:
+        raise ValueError(f"no such family of models: {recipe.get('family')!r}")
     if odd:
         raise ValueError(f"fields of the recipe are missing or unknown: {', '.join(sorted(odd))}")
     return {names[name]: value for name, value in recipe.items()}

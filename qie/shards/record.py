@@ -19,7 +19,7 @@ from safetensors import TensorSpec, serialize
 
 from qie.errors import ShardError
 from qie.recipe import canonical_json
-from qie.shards.tensors import BY_NAME, CHANNELS, DTYPES, REQUIRED, Sizes, stored_tensors
+from qie.shards.tensors import ALWAYS, BY_NAME, CHANNELS, DTYPES, Sizes, stored_tensors
 from qie.types import Sample, Shape
 
 FORMAT_VERSION = 1
@@ -31,7 +31,7 @@ Whole = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
 class _TensorEntry:
     """A tensor in the header of a safetensors file."""
 
-    dtype: Literal["F16", "BOOL", "U8"]
+    dtype: Literal["F16", "BF16", "BOOL", "U8"]
     shape: tuple[Whole, ...]
     data_offsets: tuple[Whole, Whole]
 
@@ -45,6 +45,7 @@ class _About:
     control_shapes: tuple[tuple[Whole, Whole, Whole, Whole], ...]
     shared_prefix: Whole
     clipped: Whole
+    image_slots: tuple[Whole, ...] | None = None
 
 
 _TENSOR_ENTRIES = TypeAdapter(dict[str, _TensorEntry])
@@ -55,7 +56,8 @@ def encode(sample: Sample, recipe_digest: str) -> bytes:
     """The record of a sample: a function of the sample alone, so equal samples are equal bytes.
 
     Of the null prompt's embedding only the tail after `shared_prefix` is stored. Several controls, which may differ in
-    size, are stored as one flat tensor with their shapes in the metadata.
+    size, are stored as one flat tensor with their shapes in the metadata. Where images stand in the text is there, too,
+    if the embeddings are of text alone.
     """
     about = {
         "clipped": sample.clipped,
@@ -66,6 +68,8 @@ def encode(sample: Sample, recipe_digest: str) -> bytes:
         "recipe": recipe_digest,
         "shared_prefix": sample.shared_prefix,
     }
+    if sample.image_slots is not None:
+        about["image_slots"] = list(sample.image_slots)
     # One metadata entry only: the library writes several in an order that changes from process to process.
     # `serialize` instead of `safetensors.torch.save`, which takes ten times as long to describe small tensors to it.
     contiguous = {name: tensor.contiguous() for name, tensor in stored_tensors(sample).items()}
@@ -140,6 +144,7 @@ class Record:
             control_latent=tuple([view.of(body) for view in layout.controls]),
             shared_prefix=about.shared_prefix,
             clipped=about.clipped,
+            image_slots=about.image_slots,
             **{view.field: view.of(body) for view in layout.tensors},  # type: ignore[arg-type]
         )
 
@@ -157,7 +162,8 @@ def parse(record: memoryview, where: str) -> Record:
     try:
         metadata, tensors, body = _split(record)
         about = _about(metadata)
-        return Record(about, _layout(tensors, about.control_shapes, about.shared_prefix, len(body)), body)
+        layout = _layout(tensors, about.control_shapes, about.shared_prefix, about.image_slots, len(body))
+        return Record(about, layout, body)
     except ShardError as error:
         error.where = where
         raise
@@ -204,21 +210,28 @@ def _json(text: bytes) -> Any:
 
 @lru_cache(maxsize=4096)
 def _layout(
-    header: bytes, control_shapes: tuple[tuple[int, int, int, int], ...], shared_prefix: int, length: int
+    header: bytes,
+    control_shapes: tuple[tuple[int, int, int, int], ...],
+    shared_prefix: int,
+    image_slots: tuple[int, ...] | None,
+    length: int,
 ) -> _Layout:
     """The layout that a header, without its metadata, gives to a body of `length` bytes.
 
     Remembered: to check it takes longer than all else that reading does, and many samples have the same.
     """
     entries = _entries(_json(header), length)
-    _require_types(entries)
-    sizes = _sizes(entries, control_shapes, shared_prefix)
+    text_alone = image_slots is not None
+    _require_types(entries, text_alone=text_alone, controls=bool(control_shapes))
+    sizes = _sizes(entries, control_shapes, shared_prefix, text_alone=text_alone)
     _require_shapes(entries, sizes)
     _require_no_gaps(entries, length)
-    flat = entries["control_latent"]
-    controls, at = [], flat.data_offsets[0]
+    if image_slots is not None:
+        _require_slots(image_slots, len(control_shapes), shared_prefix)
+    flat = entries.get("control_latent")
+    controls, at = [], flat.data_offsets[0] if flat else 0
     for control in control_shapes:
-        view = _view("", flat.dtype, control, at)
+        view = _view("", "F16", control, at)
         controls.append(view)
         at += view.count * view.dtype.itemsize
     tensors = [
@@ -277,35 +290,50 @@ def _entries(header: dict[str, Any], length: int) -> dict[str, _TensorEntry]:
     return entries
 
 
-def _require_types(entries: Mapping[str, _TensorEntry]) -> None:
+def _require_types(entries: Mapping[str, _TensorEntry], *, text_alone: bool, controls: bool) -> None:
     """That the tensors are those of a sample, each of its type, and that none is empty but those that may be."""
+    required = ALWAYS | ({"control_latent"} if controls or not text_alone else set())
     if not entries.keys() <= BY_NAME.keys():
         unknown = sorted(entries.keys() - BY_NAME.keys())
         raise ShardError("the record has a tensor that the format does not know", found=unknown)
-    if not entries.keys() >= REQUIRED:
-        missing = min(REQUIRED - entries.keys())
+    if not entries.keys() >= required:
+        missing = min(required - entries.keys())
         raise ShardError("a tensor is missing from the record", expected=missing, found=sorted(entries))
     for name, entry in entries.items():
         stored = BY_NAME[name]
-        if entry.dtype != stored.dtype or not (stored.flat or len(entry.shape) == stored.rank):
+        dtype = stored.stored_dtype(text_alone=text_alone)
+        if entry.dtype != dtype or not (stored.flat or len(entry.shape) == stored.rank):
             raise ShardError(
                 f"{name} has another type or rank",
-                expected=f"{stored.dtype} of {'any number of' if stored.flat else stored.rank} dimensions",
+                expected=f"{dtype} of {'any number of' if stored.flat else stored.rank} dimensions",
                 found=f"{entry.dtype} {list(entry.shape)}",
             )
         if 0 in entry.shape and not stored.may_be_empty:
             raise ShardError(f"{name} is empty", found=list(entry.shape))
 
 
-def _sizes(entries: Mapping[str, _TensorEntry], controls: tuple[tuple[int, int, int, int], ...], prefix: int) -> Sizes:
+def _require_slots(slots: tuple[int, ...], controls: int, shared_prefix: int) -> None:
+    """That each control stands in the text that both prompts share, in order."""
+    if len(slots) != controls or any(slot > shared_prefix for slot in slots) or list(slots) != sorted(slots):
+        expected = f"a place for each of {controls} controls, in order, up to {shared_prefix}"
+        raise ShardError("image_slots do not fit the controls", expected=expected, found=list(slots))
+
+
+def _sizes(
+    entries: Mapping[str, _TensorEntry],
+    controls: tuple[tuple[int, int, int, int], ...],
+    prefix: int,
+    *,
+    text_alone: bool,
+) -> Sizes:
     """The sizes that latents and embeddings have, and that all tensors should fit."""
+    flat = entries["control_latent"].shape if "control_latent" in entries else (0,)
     (*_, height, width), (tokens, token_width) = entries["pixel_latent"].shape, entries["prompt_embed"].shape
     if prefix > tokens:
         raise ShardError("shared_prefix is longer than the prompt", found=prefix)
-    fitting = controls and all(shape[:2] == (CHANNELS, 1) and 0 not in shape for shape in controls)
-    if not fitting or sum(map(prod, controls)) != prod(entries["control_latent"].shape):
-        found = list(entries["control_latent"].shape)
-        raise ShardError("control_latent does not fit control_shapes", expected=controls, found=found)
+    fitting = all(shape[:2] == (CHANNELS[text_alone], 1) and 0 not in shape for shape in controls)
+    if not fitting or not (controls or text_alone) or sum(map(prod, controls)) != prod(flat):
+        raise ShardError("control_latent does not fit control_shapes", expected=controls, found=list(flat))
     thumbnail = entries["thumbnail"].shape if "thumbnail" in entries else (0, 0, 3)
     return Sizes(
         height=height,
@@ -317,6 +345,7 @@ def _sizes(entries: Mapping[str, _TensorEntry], controls: tuple[tuple[int, int, 
         token_width=token_width,
         masked="loss_mask" in entries,
         thumbnail=(thumbnail[0], thumbnail[1]),
+        text_alone=text_alone,
     )
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from qie.errors import ShardError
 from qie.recipe import Recipe
 from qie.shards.index import Entry, Member, ShardIndex, is_digest, member_name
-from qie.shards.tensors import Sizes, bytes_by_name
+from qie.shards.tensors import Sizes, bytes_by_name, is_text_alone
 from qie.types import Shape
 
 T = TypeVar("T")
@@ -33,6 +33,7 @@ class Columns:
         blocks: [N] number of the shard that holds the sample; never falls.
         source_names: the sources.
         null_prompts: whether every sample has a null prompt, which takes the place of a dropped caption.
+        latent_scale: image pixels per latent pixel, for messages.
     """
 
     shapes: NDArray[np.int32]
@@ -43,6 +44,7 @@ class Columns:
     blocks: NDArray[np.int32]
     source_names: tuple[str, ...] = ("",)
     null_prompts: bool = True
+    latent_scale: int = 8
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -146,6 +148,7 @@ class Table:
             token_width=int(self.widths[position]),
             masked=bool(self.masked[position]),
             thumbnail=recipe.thumbnail_size(shape) or (0, 0),
+            text_alone=is_text_alone(recipe),
         )
 
     @classmethod
@@ -222,6 +225,7 @@ def _sizes(entry: Entry, member: Member, recipe: Recipe, where: object) -> Sizes
         token_width=token_width,
         masked="loss_mask" in found,
         thumbnail=recipe.thumbnail_size(entry.shape) or (0, 0),
+        text_alone=is_text_alone(recipe),
     )
     fitting = token_width > 0 and 0 <= sizes.prefix <= entry.tokens < 2**31 and bytes_by_name(sizes) == found
     if not fitting or member.size < sum(found.values()) + 8:

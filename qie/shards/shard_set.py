@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -101,7 +101,7 @@ class ShardSet:
 
     @property
     def columns(self) -> Columns:
-        return self.table.columns
+        return replace(self.table.columns, latent_scale=self.recipe.latent_scale)
 
     @property
     def digests(self) -> NDArray[np.uint8]:

@@ -14,12 +14,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from qie.errors import RowError
+from qie.families import FAMILIES
+from qie.recipe import Recipe
 from qie.types import Sample
 
-CHANNELS = 16
-"""Of a latent."""
+CHANNELS = {False: 16, True: 64}
+"""Of a latent, by `Sizes.text_alone`."""
 
-DTYPES = {"F16": torch.float16, "BOOL": torch.bool, "U8": torch.uint8}
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool, "U8": torch.uint8}
 """The types of stored tensors, by their names in a safetensors header."""
 
 Kind = Literal["latent", "embedding", "mask", "picture"]
@@ -36,6 +38,7 @@ class Sizes(NamedTuple):
         token_width: of a token's embedding.
         masked: whether there is a loss mask.
         thumbnail: its height and width; zeros without one.
+        text_alone: whether embeddings are those of text alone, as of Qwen-Image-2.1: BF16, beside 64 channels.
     """
 
     height: Any
@@ -47,6 +50,12 @@ class Sizes(NamedTuple):
     token_width: Any
     masked: Any
     thumbnail: tuple[Any, Any] = (0, 0)
+    text_alone: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Of a latent."""
+        return CHANNELS[self.text_alone]
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class StoredTensor:
 
     Attributes:
         name: in the record.
-        dtype: in the record's header.
+        dtype: in the record's header; see `stored_dtype`.
         rank: number of dimensions.
         shape: its shape, by the sample's sizes.
         kind: what it is, which decides how samples are kept in memory and put into batches.
@@ -80,7 +89,13 @@ class StoredTensor:
         value = getattr(sample, self.field or self.name)
         if not self.flat:
             return value  # type: ignore[no-any-return]
+        if not value:
+            return None
         return value[0] if len(value) == 1 else torch.cat([part.reshape(-1) for part in value])
+
+    def stored_dtype(self, *, text_alone: bool) -> str:
+        """In the header of a record that holds embeddings of text alone, or of images, too."""
+        return "BF16" if text_alone and self.kind == "embedding" else self.dtype
 
     def nbytes(self, sizes: Sizes) -> Any:
         """Bytes in the record: an integer, or an array if `sizes` holds arrays."""
@@ -89,8 +104,16 @@ class StoredTensor:
 
 
 TENSORS = (
-    StoredTensor("pixel_latent", "F16", 4, lambda of: (CHANNELS, 1, of.height, of.width), "latent"),
-    StoredTensor("control_latent", "F16", 2, lambda of: (CHANNELS, of.control_pixels), "latent", flat=True),
+    StoredTensor("pixel_latent", "F16", 4, lambda of: (of.channels, 1, of.height, of.width), "latent"),
+    StoredTensor(
+        "control_latent",
+        "F16",
+        2,
+        lambda of: (of.channels, of.control_pixels),
+        "latent",
+        there=lambda of: not of.text_alone or of.control_pixels > 0,
+        flat=True,
+    ),
     StoredTensor("prompt_embed", "F16", 2, lambda of: (of.tokens, of.token_width), "embedding"),
     StoredTensor("prompt_embeds_mask", "BOOL", 1, lambda of: (of.tokens,), "mask"),
     StoredTensor(
@@ -107,7 +130,8 @@ TENSORS = (
     StoredTensor("thumbnail", "U8", 3, lambda of: (*of.thumbnail, 3), "picture", there=lambda of: of.thumbnail[0] > 0),
 )
 BY_NAME = {tensor.name: tensor for tensor in TENSORS}
-REQUIRED = {tensor.name for tensor in TENSORS if tensor.there is None}
+ALWAYS = {tensor.name for tensor in TENSORS if tensor.there is None}
+"""The tensors that every record has."""
 
 
 def stored_tensors(sample: Sample) -> dict[str, torch.Tensor]:
@@ -131,9 +155,6 @@ def total_bytes(sizes: Sizes) -> Any:
     return sum(tensor.nbytes(sizes) for tensor in TENSORS)
 
 
-FP16_MAX = torch.finfo(torch.float16).max
-
-
 @dataclass(frozen=True, eq=False)
 class Stored:
     """A tensor as stored, and how many of its values were clipped."""
@@ -142,10 +163,15 @@ class Stored:
     clipped: int
 
 
+def is_text_alone(recipe: Recipe) -> bool:
+    """Whether a recipe's records hold embeddings of text alone; see `Sizes`."""
+    return FAMILIES[recipe.family].interleaved
+
+
 def to_storage(values: torch.Tensor, what: str) -> Stored:
     """`values` in FP16 on the host; from a GPU, in page-locked memory.
 
-    The only way to FP16 in qie, for cached and live training alike. It is exact for bfloat16's normal values within
+    The only way to what is stored, for cached and live training alike. It is exact for bfloat16's normal values within
     range.
 
     Raises:
@@ -154,9 +180,12 @@ def to_storage(values: torch.Tensor, what: str) -> Stored:
     return store_together((values, what))[0]
 
 
-def store_together(*tensors: tuple[torch.Tensor, str]) -> list[Stored]:
-    """`to_storage` of tensors on one device, with their names. If that is a GPU, the host waits for it once."""
-    halves, counts = zip(*(_halved(values) for values, _ in tensors), strict=True)
+def store_together(*tensors: tuple[torch.Tensor, str], dtype: torch.dtype = torch.float16) -> list[Stored]:
+    """`to_storage` of tensors on one device, with their names. If that is a GPU, the host waits for it once.
+
+    In bfloat16 it is exact for what was computed in bfloat16.
+    """
+    halves, counts = zip(*(_halved(values, dtype) for values, _ in tensors), strict=True)
     clipped = torch.stack(counts).tolist()  # waits: the GPU has copied the values by then
     for count, (_, what) in zip(clipped, tensors, strict=True):
         if count < 0:
@@ -164,14 +193,14 @@ def store_together(*tensors: tuple[torch.Tensor, str]) -> list[Stored]:
     return [Stored(half, count) for half, count in zip(halves, clipped, strict=True)]
 
 
-def _halved(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`values` in FP16 on the host, as soon as its GPU has copied them, and on that GPU the number of values that were
-    clipped; -1 for NaN or infinity."""
-    finite = torch.isfinite(values).all()
+def _halved(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`values` as `dtype` on the host, as soon as its GPU has copied them, and on that GPU the number of values that
+    were clipped; -1 for NaN or infinity."""
+    finite, limit = torch.isfinite(values).all(), torch.finfo(dtype).max
     # In float32: bfloat16 cannot represent the limit and would round it up, to infinity in FP16.
     values = values.float()
-    clipped = torch.where(finite, (values.abs() > FP16_MAX).sum(), -1)
-    half = values.clamp(-FP16_MAX, FP16_MAX).half()
+    clipped = torch.where(finite, (values.abs() > limit).sum(), -1)
+    half = values.clamp(-limit, limit).to(dtype)
     if half.device.type == "cuda":  # rounded there, since torch copies before it rounds: twice the bytes
         half = torch.empty(half.shape, dtype=half.dtype, pin_memory=True).copy_(half, non_blocking=True)
     return half, clipped

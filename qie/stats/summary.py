@@ -268,8 +268,9 @@ class Tally:
         samples = len(self.keys)
         tensor_bytes = dict(sorted(self.tensor_bytes.items(), key=lambda item: -item[1]))
         buckets: Counter[str] = Counter()
+        scale = next((recipe.latent_scale for recipe in self.recipes.values()), 8)
         for shape, count in self.shapes.items():
-            buckets[f"{shape.target[1] * 8}×{shape.target[0] * 8}"] += count
+            buckets[f"{shape.target[1] * scale}×{shape.target[0] * scale}"] += count
         return Summary(
             shards=len(self.shards),
             unhashed=self.unhashed,
@@ -283,7 +284,7 @@ class Tally:
             sources=dict(self.sources.most_common()),
             skipped=dict(Counter(gone.reason for _, gone in self.skipped).most_common()),
             skipped_rows=[(path, gone.row, gone.name, gone.reason) for path, gone in self.skipped],
-            shapes={str(shape): count for shape, count in self.shapes.most_common()},
+            shapes={shape.in_pixels(scale): count for shape, count in self.shapes.most_common()},
             buckets=dict(buckets.most_common()),
             tokens=_percentiles(self.tokens),
             lengths=_histogram(self.tokens),

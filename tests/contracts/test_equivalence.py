@@ -51,7 +51,9 @@ def assert_live_equals_cached(folder: Path, encoder, shards: Path, batch_size: i
     return read
 
 
-def test_live_and_cached_batches_are_bit_identical(photos: Path, encoder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["encoder", "encoder_21"])
+def test_live_and_cached_batches_are_bit_identical(photos: Path, name: str, request, tmp_path: Path) -> None:
+    encoder = request.getfixturevalue(name)
     read = assert_live_equals_cached(photos, encoder, tmp_path / "shards", batch_size=2)
     assert any(batch.prompt_embeds_mask is not None for batch in read), (
         "no batch had padding: the test shows too little"

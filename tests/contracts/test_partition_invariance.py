@@ -37,7 +37,9 @@ def test_cut_within_a_shard_the_samples_are_the_same_byte_for_byte(photos: Path,
     assert files(tmp_path / "split").keys() != files(tmp_path / "whole").keys()
 
 
-def test_cut_on_shard_boundaries_the_files_are_the_same(photos: Path, encoder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["encoder", "encoder_plus", "encoder_21"])
+def test_cut_on_shard_boundaries_the_files_are_the_same(photos: Path, name: str, request, tmp_path: Path) -> None:
+    encoder = request.getfixturevalue(name)
     source = open_source(photos)
     precompute(source, encoder, tmp_path / "whole", rows=(0, 6), shard_size=2)
     for rows in ((4, 6), (0, 2), (2, 4)):
@@ -92,9 +94,11 @@ def test_processes_at_once_on_ranges_that_overlap_and_with_other_shard_sizes_put
         assert lives.live(tmp_path / "shared", ranges=ranges, sizes=sizes) == (False, [])
 
 
-def test_a_row_encodes_to_the_same_bytes_whatever_was_encoded_before_it(photos: Path, encoder) -> None:
+@pytest.mark.parametrize("name", ["encoder", "encoder_21"])
+def test_a_row_encodes_to_the_same_bytes_whatever_was_encoded_before_it(photos: Path, name: str, request) -> None:
     from qie.shards.record import encode
 
+    encoder = request.getfixturevalue(name)
     source = open_source(photos)
     alone = encode(encoder.encode(source.read(3)), encoder.recipe.digest)
     for index in (0, 5, 3, 1):

@@ -26,12 +26,14 @@ from qie.shards.writer import ShardWriter
 from qie.types import Sample
 from tests.builders import (
     RECIPE,
+    RECIPE_21,
     ROOT,
     assert_same,
     join_record,
     make_entry,
     make_recipe,
     make_sample,
+    make_sample_21,
     mutated_json,
     rewrite_index,
     split_record,
@@ -108,6 +110,44 @@ def test_it_needs_no_package_to_list_a_shard(tar: Path) -> None:
         "       2  skipped       'row 2'  'the target is no image'",
         f"       3  {PLAIN.key[:12]}  'row 3'  sizes 4x6 4x6  tokens 9 7",
     ]
+
+
+def test_it_reads_text_alone_as_qie_does_with_and_without_controls(tmp_path: Path) -> None:
+    recipe = replace(RECIPE_21, thumbnail_px=32)
+    samples = [make_sample_21(0, recipe=recipe), make_sample_21(1, controls=(), recipe=recipe)]
+    samples.append(make_sample_21(2, controls=((2, 2), (4, 2)), masked=True, recipe=recipe))
+    write_shard(tmp_path, samples, recipe=recipe)
+    path = tmp_path / "00000000-00000003.tar"
+    assert (run(path).returncode, run(path).stderr) == (0, "")
+    shards = ShardSet.open([tmp_path], verify="always")
+    for number, sample in enumerate(samples):
+        assert_same(shards.load(number), sample)
+        shown = run(path, sample.key).stdout
+        low = float(sample.prompt_embed.float().min())
+        assert f"prompt_embed              BF16  [9, 8]               min {low:.6g} " in shown
+
+
+@pytest.mark.parametrize("slots", [[], [1, 2], [6], [-1]])
+def test_it_and_qie_refuse_places_of_controls_that_do_not_fit(tmp_path: Path, slots: list[int]) -> None:
+    sample = make_sample_21(0)
+    header, about, body = split_record(encode(sample, RECIPE_21.digest))
+    with ShardWriter(tmp_path, 0, 1, RECIPE_21) as shard:
+        shard.add(make_entry(sample, 0), join_record(header, about | {"image_slots": slots}, body))
+        shard.publish()
+    assert any("image_slots" in line for line in faults(tmp_path / "00000000-00000001.tar"))
+    with pytest.raises(ShardError, match="image_slots"):
+        ShardSet.open([tmp_path]).load(0)
+
+
+def test_records_of_two_layouts_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """Text alone under a recipe of images and text, and the other way round."""
+    for number, (sample, recipe) in enumerate([(make_sample_21(0), RECIPE), (PLAIN, RECIPE_21)]):
+        with ShardWriter(tmp_path / f"{number}", 0, 1, recipe) as shard:
+            shard.add(make_entry(sample, 0), encode(sample, recipe.digest))
+            shard.publish()
+        assert faults(tmp_path / f"{number}" / "00000000-00000001.tar")
+        with pytest.raises(ShardError, match="sizes"):
+            ShardSet.open([tmp_path / f"{number}"]).load(0)
 
 
 @pytest.fixture

@@ -1,0 +1,144 @@
+"""Qwen-Image-2.1 from rows to shards: rows without controls, what is stored, and what is refused."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from qie import pretrained
+from qie.cli import precompute, stats, train
+from qie.encode import Encoder, EncoderOptions
+from qie.errors import ConfigError, ModelError, RowError, UsageError
+from qie.pretrained import open_pretrained
+from qie.shards.record import decode, encode
+from qie.shards.tensors import tensor_bytes
+from qie.types import Row
+from tests.builders import assert_same
+from tests.conftest import AREA_PX
+
+CPU = torch.device("cpu")
+
+
+def picture(size: tuple[int, int] = (160, 120), colour: str = "#4080c0") -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", size, colour).save(content, "PNG")
+    return content.getvalue()
+
+
+def row(controls: int, prompt: str = "make it night") -> Row:
+    files = tuple(picture((150 + 20 * number, 90), f"#{number}0a0{number}0") for number in range(controls))
+    return Row(0, "row", picture(), files, prompt)
+
+
+@pytest.mark.parametrize("controls", range(4))
+def test_a_row_with_any_number_of_controls_or_none_survives_its_record(controls: int, encoder_21) -> None:
+    given = row(controls)
+    sample, facts = encoder_21.encode(given), encoder_21.inspect(given)
+    record = encode(sample, encoder_21.recipe.digest)
+    assert_same(decode(memoryview(bytearray(record)), "here"), sample)
+    assert (facts.key, facts.shape, facts.tokens) == (sample.key, sample.shape, len(sample.prompt_embed))
+    assert len(sample.image_slots) == len(sample.control_latent) == controls
+    assert sample.prompt_embed.dtype == torch.bfloat16 and sample.pixel_latent.dtype == torch.float16
+    assert ("control_latent" in tensor_bytes(sample)) == (controls > 0)
+    sides = [side for size in (sample.shape.target, *sample.shape.controls) for side in size]
+    assert all(side % 2 == 0 for side in sides), "the transformer takes 2×2 latent pixels a token of the text encoder"
+
+
+@pytest.mark.parametrize("name", ["encoder", "encoder_plus"])
+def test_other_families_refuse_a_row_without_controls(name: str, request: pytest.FixtureRequest) -> None:
+    with pytest.raises(RowError, match="0 control images") as caught:
+        request.getfixturevalue(name).encode(row(0))
+    assert caught.value.hint == "every row needs an image to edit"
+
+
+def test_with_a_shared_prefix_embeddings_are_those_of_full_passes_but_for_rounding(encoder_21) -> None:
+    sharing = Encoder(encoder_21.pretrained, replace(encoder_21.recipe, share_prefix=True), CPU, CPU)
+    for controls in (0, 2):
+        one, other = encoder_21.encode(row(controls)), sharing.encode(row(controls))
+        assert one.shared_prefix == other.shared_prefix and one.image_slots == other.image_slots
+        for mine, theirs in ((one.prompt_embed, other.prompt_embed), (one.empty_tail, other.empty_tail)):
+            # Both were rounded to BF16, of which a last bit is 1/256.
+            assert (mine.float() - theirs.float()).abs().max() <= mine.float().abs().max() / 128
+
+
+def test_several_rows_together_are_the_rows_alone_but_for_rounding(encoder_21) -> None:
+    together = Encoder(encoder_21.pretrained, replace(encoder_21.recipe, batch_size=3), CPU, CPU)
+    rows = [row(controls, prompt) for controls, prompt in ((0, "a cat"), (2, "make it night, with stars"), (1, "b"))]
+    for one, other in zip(map(encoder_21.encode, rows), together.encode_together(rows), strict=True):
+        assert one.prompt_embed.shape == other.prompt_embed.shape and one.image_slots == other.image_slots
+        worst = (one.prompt_embed.float() - other.prompt_embed.float()).abs().max()
+        assert worst <= one.prompt_embed.float().abs().max() / 128
+
+
+def test_a_longer_prompt_than_the_table_of_positions_holds_is_refused(encoder_21) -> None:
+    with pytest.raises(RowError, match="too long") as caught:
+        encoder_21.inspect(row(1, "é" * 9000))
+    height, width = encoder_21.inspect(row(1)).shape.controls[0]
+    assert caught.value.expected == f"at most {8191 - max(height, width)} tokens"
+
+
+def test_an_image_that_the_text_encoder_would_resize_is_refused(encoder_21, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens would not fit the latent's. Below 256², the released processor enlarges images."""
+    monkeypatch.setattr(encoder_21.text._processor, "size", {"shortest_edge": 65536, "longest_edge": 16777216})
+    with pytest.raises(RowError, match="resizes control 1"):
+        encoder_21.inspect(row(1))
+    assert encoder_21.inspect(row(0)).tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"text_area_px": 16384}, "data.text_area_px"),
+        ({"multiple_px": 16}, "data.multiple_px"),
+        ({"buckets_px": ((128, 144),)}, "data.buckets_px"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_family_are_refused(options: dict, key: str, tiny_21: Path) -> None:
+    sizes = {"areas_px": None if "buckets_px" in options else (AREA_PX,)}
+    with pytest.raises(ConfigError) as caught:
+        Encoder.open(
+            open_pretrained(str(tiny_21)), vae_device=CPU, text_device=CPU, options=EncoderOptions(**sizes | options)
+        )
+    assert caught.value.where == key
+
+
+@pytest.mark.parametrize("found", ["0.41.0", "0.9", "0.41.2.dev0"])
+def test_an_older_diffusers_is_refused(found: str, tiny_21: Path, tiny_edit: Path, monkeypatch) -> None:
+    monkeypatch.setattr(pretrained, "version", lambda name: found)
+    with pytest.raises(UsageError, match=r"Qwen-Image-2.1 needs diffusers >= 0.42") as caught:
+        open_pretrained(str(tiny_21))
+    assert caught.value.exit_code == 2 and caught.value.found == f"diffusers {found}"
+    if found != "0.9":
+        open_pretrained(str(tiny_edit))
+
+
+def test_training_is_refused_and_encoding_is_not(tiny_21: Path) -> None:
+    open_pretrained(str(tiny_21))
+    with pytest.raises(UsageError, match="qie encodes models of this family, and does not train them yet") as caught:
+        open_pretrained(str(tiny_21), components=("transformer", "scheduler"))
+    assert not isinstance(caught.value, ModelError) and caught.value.exit_code == 2
+
+
+def test_the_commands_precompute_and_describe_and_refuse_to_train(tiny_21: Path, photos: Path, tmp_path: Path) -> None:
+    shared = ["--set", f"model.pretrained_model_name_or_path={tiny_21}", "--set", "data.allow_tiny=true"]
+    shared += ["--set", f"data.area_px={AREA_PX}", "--set", "cache.thumbnail_px=32", "--set", f"data.source={photos}"]
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {}\n")
+
+    def run(command, *arguments: object) -> Result:
+        return CliRunner().invoke(command.main, [str(argument) for argument in arguments])
+
+    output = tmp_path / "shards"
+    made = run(precompute, "--config", config, *shared, "--output", output, "--end-idx", 4, "--quiet")
+    assert made.exit_code == 0, made.output
+    told = run(stats, output, "--verify", "--html", tmp_path / "page.html", "--vae", tiny_21)
+    assert told.exit_code == 0, told.output
+    assert " px from " in told.stdout and "prompt_embed" in told.stdout
+    refused = run(train, output, "--config", config, *shared)
+    assert refused.exit_code == 2 and "does not train them yet" in refused.output
