@@ -101,15 +101,19 @@ def loading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def open_pretrained(name_or_path: str, family: str = "auto", components: tuple[str, ...] = ENCODERS) -> PretrainedModel:
+def open_pretrained(
+    name_or_path: str, family: str = "auto", components: tuple[str, ...] = ENCODERS, *, weights: bool = True
+) -> PretrainedModel:
     """The pretrained model in a folder, or on the Hugging Face Hub, with `components` checked and present.
+
+    Without `weights`, their configuration alone is downloaded.
 
     Raises:
         ModelError: there is none, a component is missing or foreign, or `family` does not fit it.
     """
     folder = local_path(name_or_path)
     if not folder.is_dir():
-        folder = _download(name_or_path, components)
+        folder = _download(name_or_path, components, "*" if weights else "*.json")
     index = folder / "model_index.json"
     if not index.is_file():
         raise ModelError(
@@ -230,12 +234,12 @@ def _listing(folder: Path) -> str:
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "an empty folder"
 
 
-def _download(name: str, components: tuple[str, ...]) -> Path:
+def _download(name: str, components: tuple[str, ...], files: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["model_index.json", *(f"{component}/*" for component in components)]
+        patterns = ["model_index.json", *(f"{component}/{files}" for component in components)]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(

@@ -110,6 +110,15 @@ def choose(config: Config, shards: Sequence[str] = (), *, follow: bool = False) 
     return Choice(kind, places, bool(shards))
 
 
+def chosen_indexes(choice: Choice, *, or_none: bool) -> list[File]:
+    """The indexes of the shards of a choice; with `or_none`, those of the configuration need not be there."""
+    if or_none and not choice.named:
+        folder = open_folder(choice.places[0])
+        if isinstance(folder, LocalFolder) and not folder.root.exists():
+            return []
+    return find_indexes(choice.places, or_none=or_none)
+
+
 def open_stream(
     data: Places | Source,
     *,
@@ -229,7 +238,7 @@ class _Opening:
     def shards(self) -> Stream:
         source, why = self._source()
         lost: list[tuple[File, ShardError]] = []
-        indexes = self._indexes(or_none=source is not None or why is not None)
+        indexes = chosen_indexes(self.choice, or_none=source is not None or why is not None)
         if why is not None:
             if not indexes:
                 raise why
@@ -285,13 +294,6 @@ class _Opening:
             return open_rows(self.config), None
         except (SourceError, StoreError) as error:
             return None, error
-
-    def _indexes(self, *, or_none: bool) -> list[File]:
-        if or_none and not self.choice.named:
-            folder = open_folder(self.choice.places[0])
-            if isinstance(folder, LocalFolder) and not folder.root.exists():
-                return []
-        return find_indexes(self.choice.places, or_none=or_none)
 
     def _stored(self, indexes: Sequence[File], lost: list[tuple[File, ShardError]] | None) -> ShardSet | None:
         """The shards; with `lost`, to which the damaged ones are added, those that can be read, or None."""

@@ -187,6 +187,31 @@ def test_training_on_shards_opens_no_image_and_loads_no_encoder(work: Path, tiny
     assert "done after 2 steps" in done.stdout
 
 
+def test_a_dry_run_tells_what_a_run_would_do_and_reads_no_weights(work: Path, tiny_edit: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_edit, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = ["--config", work / "config.yaml", "--dry-run", "--set", f"train.output_dir={tmp_path / 'run'}"]
+    config += ["--set", f"model.pretrained_model_name_or_path={model}", "--set", "train.mixed_precision=bf16"]
+    here = ["--set", "data.source="]
+    told = run(train, *config, *here, work / "shards", "--gpu", "RTX 4090").stdout
+    assert "samples     10 of at most " in told and "steps       6 of 1 samples, 0.6 epochs" in told
+    assert "blocks      2: 2 kept" in told and "of 24.0 GB, RTX 4090" in told and "the run     about 0." in told
+    assert not (tmp_path / "run").exists()
+    assert "samples     10 of" in run(train, *config, *here).stdout, "those of cache.cache_dir"
+    told = run(train, *config, "--set", f"cache.cache_dir={tmp_path / 'shards'}").stdout
+    assert "samples     not encoded yet" in told and "no GPU is here" in told
+    assert "not encoded yet" in run(train, *config, "--set", "cache.use_cache=false").stdout
+
+
+def test_a_dry_run_for_a_gpu_that_is_too_small_or_unknown_is_refused(work: Path) -> None:
+    config = ["--config", work / "config.yaml"]
+    refused = run(train, *config, "--dry-run", "--vram", "0.5", work / "shards", "--set", "data.source=", code=1)
+    assert "total " in refused.stdout and "needs more memory than the GPU has" in refused.stderr
+    assert "no GPU of this name" in run(train, *config, "--dry-run", "--gpu", "Voodoo 2", code=2).stderr
+    assert "'--vram'" in run(train, *config, "--dry-run", "--vram", "-3", code=2).stderr
+    assert "belong to a dry run" in run(train, *config, "--gpu", "H100", code=2).stderr
+
+
 def test_shards_of_another_recipe_are_trained_on_when_that_is_accepted_and_run_json_says_so(
     work: Path, tmp_path: Path
 ) -> None:

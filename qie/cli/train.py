@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, Progress, config_option, echo, explained, quiet_option, set_option
+from qie.cli.common import Command, FiniteRange, Progress, config_option, echo, explained, quiet_option, set_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from qie.config import Config
+    from qie.pretrained import PretrainedModel
     from qie.stream_chooser import Telling
     from qie.training.loop import Listener
     from qie.training.run import SampleGenerator
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 @config_option
 @click.option("--resume", metavar="DIR|latest", help="Resume from a checkpoint as if the run had never stopped.")
 @click.option("--follow", is_flag=True, help="Train on shards that qie-precompute is still writing.")
+@click.option("--dry-run", is_flag=True, help="Print what a run would do, its memory and its time; read no weights.")
+@click.option("--gpu", metavar="NAME", help="With --dry-run: plan for such a GPU, as GeForce RTX 4090 or H100.")
+@click.option(
+    "--vram", type=FiniteRange(min=0, min_open=True), metavar="GB", help="With --dry-run: plan for so much GPU memory."
+)
 @click.option("--accept-recipe", is_flag=True, help="Train on shards whose recipe differs from the configuration's.")
 @set_option
 @quiet_option
@@ -35,11 +41,12 @@ if TYPE_CHECKING:
 def main(
     shards: tuple[str, ...],
     config_path: str,
-    resume: str | None,
-    follow: bool,
     accept_recipe: bool,
     overrides: tuple[str, ...],
-    quiet: bool,
+    dry_run: bool,
+    gpu: str | None,
+    vram: float | None,
+    **options: Any,
 ) -> None:
     """Train on SHARDS: folders, globs, or patterns with braces such as {a,b}/*.tar, paths or URLs.
 
@@ -49,18 +56,64 @@ def main(
     Ctrl-C finishes the current step, saves a checkpoint and exits with 0. Continue with --resume latest.
     """
     from qie.config import load_config
-    from qie.paths import local_path
+    from qie.errors import UsageError
     from qie.pretrained import open_pretrained
     from qie.quiet_libraries import quiet_libraries
+
+    if not dry_run and (gpu or vram):
+        raise UsageError("--gpu and --vram belong to a dry run", hint="add --dry-run; a run takes the GPU that is here")
+    config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
+    name, family = config.model.pretrained_model_name_or_path, config.model.family
+    pretrained = open_pretrained(name, family, ("transformer", "scheduler"), weights=not dry_run)
+    quiet_libraries()
+    if dry_run:
+        _dry_run(config, pretrained, shards, gpu, vram, follow=options["follow"], quiet=options["quiet"])
+    else:
+        _train(config, pretrained, shards, **options)
+
+
+def _dry_run(
+    config: Config,
+    pretrained: PretrainedModel,
+    shards: tuple[str, ...],
+    gpu: str | None,
+    vram: float | None,
+    *,
+    follow: bool,
+    quiet: bool,
+) -> None:
+    """Print what a run would do; exit with 1 if it lacks memory."""
+    from qie.stream_chooser import choose, chosen_indexes, open_training_stream
+    from qie.training.dry_run import forecast
+    from qie.training.processes import open_accelerator
+
+    accelerator, choice = open_accelerator(config), choose(config, shards, follow=follow)
+    # Rows without shards would be encoded live, which takes the encoders; a writer's shards are not all there yet.
+    there = choice.kind == "shards" and (choice.named or chosen_indexes(choice, or_none=True))
+    with _told(quiet or not accelerator.is_main_process) as telling:
+        opening = open_training_stream(config, pretrained, accelerator, *shards, telling=telling) if there else None
+        with opening or nullcontext() as stream:
+            found = forecast(config, pretrained, stream, accelerator, gpu=gpu, vram_gb=vram)
+    if accelerator.is_main_process:
+        echo(*found.lines())
+    found.require_memory()
+
+
+def _train(
+    config: Config,
+    pretrained: PretrainedModel,
+    shards: tuple[str, ...],
+    *,
+    resume: str | None,
+    follow: bool,
+    quiet: bool,
+) -> None:
+    from qie.paths import local_path
     from qie.stream_chooser import open_training_stream
     from qie.training.checkpoint_folders import find_resume
     from qie.training.loop import train
     from qie.training.processes import open_accelerator
 
-    config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
-    model = config.model
-    pretrained = open_pretrained(model.pretrained_model_name_or_path, model.family, ("transformer", "scheduler"))
-    quiet_libraries()
     accelerator = open_accelerator(config)
     main_process = accelerator.is_main_process
     if main_process:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from qie.training.datasheets import find_datasheet
 
 
 @dataclass(frozen=True)
@@ -106,57 +107,10 @@ def step_flops(
     return Flops(float(forward), float(backward), float(recomputed))
 
 
-# Dense bfloat16 matrix products with float32 sums, in TFLOP/s, at the power limit of the datasheet. Sources: NVIDIA's
-# datasheets (A100, H100, H200, H20, L4, L40, L40S, A10, A40, DGX/HGX B200 and B300, GB200), halved where a figure is
-# with sparsity; NVIDIA's whitepapers on the Ampere GA102, Ada and RTX Blackwell architectures for the others; AMD's
-# datasheets for Instinct. A name is the beginning of torch.cuda.get_device_name, without the maker.
-_PEAK_TFLOPS = {
-    "A100": 312.0,
-    "A800": 312.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800 PCIe": 756.0,
-    "H800": 989.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "H20": 148.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "B300": 2250.0,
-    "GB200": 2500.0,
-    "L4": 121.0,
-    "L40": 181.0,
-    "L40S": 362.0,
-    "A10": 125.0,
-    "A10G": 70.0,
-    "A40": 149.7,
-    "RTX A5000": 111.1,
-    "RTX A6000": 154.8,
-    "RTX 6000 Ada Generation": 364.2,
-    "RTX PRO 6000 Blackwell Workstation Edition": 503.8,
-    "GeForce RTX 3090": 71.0,
-    "GeForce RTX 3090 Ti": 80.0,
-    "GeForce RTX 4080": 97.5,
-    "GeForce RTX 4090": 165.2,
-    "GeForce RTX 5080": 112.6,
-    "GeForce RTX 5090": 209.5,
-    "Instinct MI250X": 383.0,
-    "Instinct MI300X": 1307.4,
-    "Instinct MI325X": 1307.4,
-}
-
-
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """The dense operations of a GPU per second, by its `torch.cuda.get_device_name`; None: not known.
 
-    The table knows whole GPUs in half precision, but no slower variant of one (Laptop, D, a MIG slice).
+    The table knows half precision, see `find_datasheet`.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return None
-    name = re.sub(r"^(NVIDIA|AMD) ", "", device_name)
-    for known in sorted(_PEAK_TFLOPS, key=len, reverse=True):
-        # The form and the memory may follow, as in A100-SXM4-80GB or H100 80GB HBM3.
-        if re.fullmatch(rf"{known}([ -](SXM\d?|PCIE|OAM|HBM\w+|\d+GB))*", name, re.IGNORECASE):
-            return _PEAK_TFLOPS[known] * 1e12
-    return None
+    datasheet = find_datasheet(device_name) if dtype in (torch.bfloat16, torch.float16) else None
+    return None if datasheet is None else datasheet.tflops * 1e12

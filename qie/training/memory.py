@@ -27,6 +27,7 @@ from qie.training.model.blocks import (
 )
 from qie.training.model.load import empty_transformer, train_all_weights
 from qie.training.model.lora import add_lora
+from qie.types import Shape
 
 # Bytes of a quantised weight. nf4 has an 8-bit scale for each 64 weights; the others have one for each row.
 _QUANTIZED_BYTES: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "nf4": 0.5 + 1 / 64}
@@ -111,6 +112,7 @@ class Setup:
         text_tokens: the longest prompt, as Qwen2.5-VL gives it.
         batch_size: per process.
         value_bytes: 2 or 4 for a number in a computation, and for a frozen weight that is not quantised.
+        fp8_compute: most layers that are quantised to fp8 compute in it, too; memory does not depend on it.
         trained_bytes: a trained weight, and its gradient.
         optimizer_bytes: the optimizer's state for each trained number.
         gradient_checkpointing, offload_blocks, kept, compiled: see `checkpoint_activations`.
@@ -127,6 +129,7 @@ class Setup:
     batch_size: int = 1
     value_bytes: int = 2
     quantize: Quantization | None = None
+    fp8_compute: bool = False
     trained_bytes: int = 4
     optimizer_bytes: float = 8.0
     ema: bool = False
@@ -163,6 +166,26 @@ def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, acc
     Raises:
         ConfigError: the adapter does not fit the transformer, or FSDP cannot spread its weights.
     """
+    return setup_of(config, pretrained, largest(stream), accelerator)
+
+
+def largest(stream: Stream) -> tuple[int, int]:
+    """The most image tokens of a sample of a stream, and the most text tokens."""
+    columns = stream.samples.columns
+    return max(map(image_tokens, columns.shape_names), default=0), int(columns.lengths.max(initial=0))
+
+
+def image_tokens(shape: Shape) -> int:
+    """Tokens of target and controls: patches of 2×2 latents."""
+    return sum(height * width // 4 for height, width in (shape.target, *shape.controls))
+
+
+def setup_of(config: Config, pretrained: PretrainedModel, tokens: tuple[int, int], accelerator: Accelerator) -> Setup:
+    """What `plan_memory` gives, for samples of at most so many image and text tokens.
+
+    Raises:
+        ConfigError: the adapter does not fit the transformer, or FSDP cannot spread its weights.
+    """
     model, section = config.model, config.train
     sharded = accelerator.distributed_type == "FSDP"
     if sharded and (model.quantize in ("fp8", "int8") or section.offload_blocks):
@@ -177,16 +200,15 @@ def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, acc
         add_lora(transformer, model.lora.model_copy(update={"continue_from": None}), section.seed, dtype=trained)
     else:
         train_all_weights(transformer, trained)
-    columns = stream.samples.columns
-    sizes = [(shape.target, *shape.controls) for shape in columns.shape_names]
     return Setup(
         Architecture.of(transformer.config),
         Parameters.of(transformer),
-        image_tokens=max((sum(h * w // 4 for h, w in latents) for latents in sizes), default=0),
-        text_tokens=int(columns.lengths.max(initial=0)),
+        image_tokens=tokens[0],
+        text_tokens=tokens[1],
         batch_size=config.data.batch_size,
         value_bytes=2 if section.mixed_precision == "bf16" else 4,
         quantize=model.quantize,
+        fp8_compute=section.fp8_compute,
         trained_bytes=trained.itemsize,
         optimizer_bytes=optimizer_bytes(config.optimizer.class_path, trained.itemsize),
         ema=section.ema_decay is not None,
@@ -266,6 +288,16 @@ def attention_bytes(setup: Setup) -> int:
     return tokens * (setup.value_bytes * setup.architecture.width + 4 * setup.architecture.heads)
 
 
+def offloaded_bytes(setup: Setup) -> float:
+    """Bytes of the weights that lie in host memory."""
+    return _matrices_of_block(setup) * min(setup.offload_blocks, setup.architecture.blocks)
+
+
+def _matrices_of_block(setup: Setup) -> float:
+    each = _QUANTIZED_BYTES[setup.quantize] if setup.quantize else setup.value_bytes
+    return setup.parameters.matrices * each / setup.architecture.blocks
+
+
 def _activations(setup: Setup) -> list[float]:
     """Bytes of activations when the backward pass of each block begins: what it and the blocks before it have kept, and
     what it has recomputed. Those of blocks after it are freed."""
@@ -286,8 +318,7 @@ def estimate(setup: Setup) -> Estimate:
     """The most memory that a training step takes."""
     parameters, blocks = setup.parameters, setup.architecture.blocks
     parts = setup.processes if setup.sharded else 1
-    matrix_bytes = _QUANTIZED_BYTES[setup.quantize] if setup.quantize else setup.value_bytes
-    block = parameters.matrices * matrix_bytes / blocks
+    block = _matrices_of_block(setup)
     # Where a block has been recomputed and its gradient is computed, the next is fetched already.
     offloaded = max(setup.offload_blocks - 2, 0)
     frozen = (parameters.frozen - parameters.matrices) * setup.value_bytes + block * (blocks - offloaded)
@@ -348,7 +379,11 @@ def memory_to_fill(config: Config, stream: Stream, device: torch.device) -> floa
     live = config.cache.write_through or (isinstance(stream.samples, LiveSamples) and stream.samples.lacking)
     if device.type != "cuda" or live:
         return 0.0
-    free, whole = torch.cuda.mem_get_info(device)
+    return free_to_fill(config, *torch.cuda.mem_get_info(device))
+
+
+def free_to_fill(config: Config, free: float, whole: float) -> float:
+    """Bytes that a run may fill of the free ones of a GPU, given all that it has."""
     keep = config.cache.keep
     return free - _RESERVE * whole - (keep.budget_bytes if "gpu" in (keep.latents, keep.embeds) else 0)
 

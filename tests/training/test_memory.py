@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
@@ -325,11 +326,15 @@ def test_a_run_on_a_gpu_says_what_it_needs_and_what_is_free_and_what_to_change(
     assert expected.lines()[-1].startswith("total ")
 
 
+NO_COLUMNS = SimpleNamespace(shape_names=[], lengths=np.array([]))
+
+
 @pytest.mark.parametrize("setting", ["model.quantize=fp8", "model.quantize=int8", "train.offload_blocks=1"])
 def test_weights_that_processes_cannot_share_are_refused(setting: str) -> None:
     config = load_config(ROOT / "configs" / "edit_lora.yaml", [setting])
     with pytest.raises(ConfigError, match="sharded over processes") as caught:
-        plan_memory(config, None, None, SimpleNamespace(distributed_type="FSDP", num_processes=2))
+        group = SimpleNamespace(distributed_type="FSDP", num_processes=2)
+        plan_memory(config, None, SimpleNamespace(samples=SimpleNamespace(columns=NO_COLUMNS)), group)
     assert caught.value.where == setting.partition("=")[0]
 
 

@@ -1,0 +1,209 @@
+"""A dry run: what a run would do, what memory it would take, and how long it would take, before weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from accelerate import Accelerator
+
+from qie.config import Config
+from qie.data.stream import Stream
+from qie.errors import QieError
+from qie.pretrained import PretrainedModel
+from qie.quantities import human_bytes, human_time
+from qie.training.datasheets import Datasheet, find_datasheet, named_datasheet
+from qie.training.memory import (
+    Setup,
+    advice,
+    estimate,
+    fill_memory,
+    free_to_fill,
+    image_tokens,
+    largest,
+    memory_to_fill,
+    offloaded_bytes,
+    setup_of,
+)
+from qie.training.model.blocks import offloaded_blocks
+from qie.training.roofline import step_time
+from qie.training.run import count_batches
+
+_PROMPT_TOKENS = 100
+"""Of a prompt and its template, in a dry run without samples."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU to plan for.
+
+    Attributes:
+        name: as torch or a person names it.
+        datasheet: its figures; None if it is not known.
+        free_bytes: of its memory; 0 if it is not known.
+        budget_bytes: of these, what train.gradient_checkpointing=auto may fill.
+    """
+
+    name: str
+    datasheet: Datasheet | None
+    free_bytes: float
+    budget_bytes: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run would do.
+
+    Attributes:
+        setup: everything that memory depends on, of the largest sample.
+        mean: the same of the mean sample, on which time depends.
+        samples: of training; None: not known yet.
+        steps, batches: optimizer steps, and batches of each.
+        gpu: it would run there; None: no GPU is here, and none was named.
+    """
+
+    setup: Setup
+    mean: Setup
+    samples: int | None
+    steps: int
+    batches: int
+    gpu: Gpu | None
+
+    def lines(self) -> Iterator[str]:
+        """The forecast, as a person reads it."""
+        yield from self._samples()
+        yield from self._blocks()
+        yield from self._memory()
+        yield from self._time()
+
+    def require_memory(self) -> None:
+        """Raise QieError if the GPU has less memory than the run needs."""
+        needed = estimate(self.setup).total
+        if self.gpu and self.gpu.free_bytes and needed > self.gpu.free_bytes:
+            raise QieError(
+                "the run needs more memory than the GPU has",
+                where=self.gpu.name,
+                expected=f"{needed / 1e9:.1f} GB",
+                found=f"{self.gpu.free_bytes / 1e9:.1f} GB",
+                hint="; or ".join(advice(self.setup)[:4]) or "use a GPU with more memory",
+            )
+
+    def _samples(self) -> Iterator[str]:
+        setup, every_step = self.setup, self.setup.batch_size * self.setup.processes * self.batches
+        tokens = f"{setup.image_tokens:,} image and {setup.text_tokens:,} text tokens"
+        if self.samples is None:
+            yield f"samples     not encoded yet; assumed: {tokens} each"
+        else:
+            yield f"samples     {self.samples:,} of at most {tokens}"
+        epochs = "" if not self.samples else f", {self.steps * every_step / self.samples:.1f} epochs"
+        yield f"steps       {self.steps:,} of {every_step:,} samples{epochs}"
+
+    def _blocks(self) -> Iterator[str]:
+        setup, blocks = self.setup, self.setup.architecture.blocks
+        again, keeping = len(setup.checkpointed), len(setup.keeping_attention)
+        counts = {
+            "kept": blocks - again,
+            "recomputed but for attention": keeping,
+            "recomputed": again - keeping,
+        }
+        parts = [f"{count} {what}" for what, count in counts.items() if count]
+        if offloaded := len(offloaded_blocks(blocks, setup.offload_blocks)):
+            parts.append(f"{offloaded} offloaded: {human_bytes(offloaded_bytes(setup))} of host memory")
+        yield f"blocks      {blocks}: {', '.join(parts)}"
+
+    def _memory(self) -> Iterator[str]:
+        *parts, total = estimate(self.setup).lines()
+        if self.gpu and self.gpu.free_bytes:
+            total += f" of {self.gpu.free_bytes / 1e9:.1f} GB, {self.gpu.name}"
+        yield from ["memory", *(f"  {line}" for line in [*parts, total])]
+
+    def _time(self) -> Iterator[str]:
+        if self.gpu is None:
+            yield "time        not known: no GPU is here; --gpu NAME takes one that is not"
+        elif self.gpu.datasheet is None:
+            yield f"time        not known for {self.gpu.name}; --gpu NAME takes another"
+        elif self.setup.value_bytes != 2:
+            yield "time        known for bf16 only"
+        else:
+            found = step_time(self.mean, self.gpu.datasheet, self.batches)
+            parts = {
+                "products": found.products,
+                "attention": found.attention,
+                "pointwise": found.pointwise,
+                "optimizer": found.optimizer,
+                "copies of offloaded weights meanwhile": found.copies,
+            }
+            told = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items() if seconds >= 0.005)
+            yield f"a step      about {found.total:.2f} s, {found.mfu:.0%} MFU: {told}"
+            yield f"the run     about {human_time(found.total * self.steps)}"
+
+
+def forecast(
+    config: Config,
+    pretrained: PretrainedModel,
+    stream: Stream | None,
+    accelerator: Accelerator,
+    *,
+    gpu: str | None = None,
+    vram_gb: float | None = None,
+) -> Forecast:
+    """What a run would do, on the GPU of this process or on another one.
+
+    Args:
+        config: of the run.
+        pretrained: the base model; its weights need not be there.
+        stream: this process's batches; None: no sample is encoded yet, so their sizes follow from the configuration.
+        accelerator: device and processes.
+        gpu, vram_gb: the name of another GPU, and its memory if that is not what the name says.
+
+    Raises:
+        UsageError: no such GPU is known.
+        ConfigError: the adapter does not fit the transformer, or FSDP cannot spread its weights.
+    """
+    tokens = _assumed(config, pretrained) if stream is None else largest(stream)
+    setup = setup_of(config, pretrained, tokens, accelerator)
+    place = _gpu(config, stream, accelerator.device, gpu, vram_gb)
+    if config.train.gradient_checkpointing == "auto" and place:
+        setup = fill_memory(setup, place.budget_bytes)
+    batches, steps, samples = config.train.gradient_accumulation_steps, config.train.max_steps, None
+    mean = setup
+    if stream is not None:
+        columns = stream.samples.columns
+        samples = len(columns) - int(stream.held_out.sum())
+        sizes = [image_tokens(shape) for shape in columns.shape_names]
+        images = sum(sizes[number] for number in columns.shapes) / max(len(columns), 1)
+        mean = replace(setup, image_tokens=round(images), text_tokens=round(float(columns.lengths.mean())))
+        if config.train.epochs is not None:
+            steps = -(-count_batches(stream, config.train.epochs) // batches)
+    return Forecast(setup, mean, samples, steps, batches, place)
+
+
+def _assumed(config: Config, pretrained: PretrainedModel) -> tuple[int, int]:
+    """Tokens of the images and of the text of a sample with one control, as large as the configuration allows."""
+    data, family = config.data, pretrained.family
+    area = data.area_px or family.area_px
+    areas = [width * height for width, height in data.buckets_px] or (area if isinstance(area, list) else [area])
+    # A token of the transformer is 16×16 pixels, one of Qwen2.5-VL 28×28.
+    read = data.text_area_px or family.text_area_px or max(areas)
+    return 2 * max(areas) // 256, read // 784 + _PROMPT_TOKENS
+
+
+def _gpu(
+    config: Config, stream: Stream | None, device: torch.device, name: str | None, vram_gb: float | None
+) -> Gpu | None:
+    """The GPU that is named, or has so much memory, or else the one that is here."""
+    if name is None and vram_gb is None:
+        if device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(device)
+        free, whole = map(float, torch.cuda.mem_get_info(device))
+        datasheet = find_datasheet(name)
+        budget = free_to_fill(config, free, whole) if stream is None else memory_to_fill(config, stream, device)
+    else:
+        datasheet = None if name is None else named_datasheet(name)
+        free = vram_gb * 1e9 if vram_gb else datasheet.memory_gb * 1e9 if datasheet else 0.0
+        budget = free_to_fill(config, free, free)
+    if datasheet and config.logging.peak_tflops:
+        datasheet = replace(datasheet, tflops=config.logging.peak_tflops)
+    return Gpu(name or "a GPU without a name", datasheet, free, budget)
