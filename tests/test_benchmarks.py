@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from PIL import Image
 
 from tests.conftest import ROOT
 
@@ -115,8 +116,12 @@ def test_encoders_compare_windows_and_patches_in_their_true_width_with_transform
 def test_quality(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     words = ["--steps", "1", "--photographs", "1", "--side", "64", "--runs", "1", "--only", "bf16", "EMA"]
-    script("quality.py").main([*words, "--json", str(file)])
-    assert [row.key for row in rows_in(file)] == ["float32", "bf16", "EMA"]
+    script("quality.py").main([*words, "--json", str(file), "--pictures", str(tmp_path / "edits.png")])
+    rows = {row.key: row for row in rows_in(file)}
+    assert list(rows) == ["float32", "bf16", "EMA", "new bf16", "taught bf16"]
+    assert 0.9 < rows["new bf16"].low < rows["new bf16"].high <= 1.001 and "0 below" in rows["new bf16"].detail
+    with Image.open(tmp_path / "edits.png") as pictures:
+        assert pictures.size == (5 * 128, 128 + 2 * 16)
 
 
 def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

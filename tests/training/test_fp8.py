@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import cosine_similarity, linear
 
 from qie.config import LoraConfig, LossConfig
@@ -135,6 +137,28 @@ def test_torch_compile_takes_several_of_them_whole(layer: FP8Linear, dtype) -> N
     compiled = torch.compile(layers, fullgraph=True, dynamic=True, backend="aot_eager")
     for found, expected in zip(both_ways(compiled, tokens, gradient), both_ways(layers, tokens, gradient), strict=True):
         assert error(found, expected.double()) <= (1e-6 if dtype == torch.float32 else 2**-8)
+
+
+@pytest.mark.filterwarnings(FUNCTION, "ignore:Your compiler for AOTAutograd is returning a function that doesn't take")
+def test_compiled_layers_keep_their_weights_alone_and_round_what_they_share_once() -> None:
+    """torch.compile would make the copy that the backward pass needs of a weight in the forward pass, and keep it."""
+    graphs: list[torch.fx.Graph] = []
+
+    def compiler(module: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(module.graph)
+        return module
+
+    make = quantize_module._layer_maker("fp8")
+    layers = [FP8Linear.of(make(torch.nn.Linear(*SIZES).requires_grad_(False))) for _ in range(3)]
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(lambda tokens: sum(one(tokens) for one in layers), fullgraph=True, backend=backend)
+    both_ways(compiled, drawn(9, SIZES[0]), drawn(9, SIZES[1], seed=2))
+    names = [[str(node.target) for node in graph.nodes] for graph in graphs]
+    assert names[0].count("aten._scaled_mm.default") == 3
+    assert names[0].count("aten.linalg_vector_norm.default") == 1
+    outputs = [node.meta["val"] for node in graphs[0].find_nodes(op="output")[0].args[0]]
+    weights = [value for value in outputs if {*SIZES} == {*getattr(value, "shape", ())}]
+    assert [tuple(value.stride()) for value in weights] == [(SIZES[0], 1)] * 3, "as they are stored"
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded"])

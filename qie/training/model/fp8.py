@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from qie.errors import ConfigError
 
@@ -78,11 +80,7 @@ class _Product(torch.autograd.Function):
         # The sum is over the weight's rows: their scales become part of the gradient, before it is rounded. So one
         # e4m3 weight serves both directions, and the gradient is that of the product that was computed.
         tokens, scales = rounded(gradient.reshape(-1, gradient.shape[-1]) * weight.scale.t())
-        # GPUs multiply by a matrix whose columns are contiguous. A second copy of all weights would take 20 GB; this
-        # one lasts for a product, and moves two bytes a weight.
-        columns = weight.qdata.t().contiguous().t()
-        ones = scales.new_ones(1, columns.shape[1])
-        product = _product(tokens, scales, columns, ones, None, gradient.dtype, fast=False)
+        product = _backward_product(tokens, scales, weight.qdata, gradient.dtype)
         return product.view(*gradient.shape[:-1], product.shape[-1]), None, None
 
 
@@ -117,3 +115,28 @@ def _product(
     options: dict[str, Any] = {"out_dtype": out, "use_fast_accum": fast}
     bias = None if bias is None else bias.to(out)
     return torch._scaled_mm(rows, columns, row_scales, column_scales, bias, **options).to(dtype)
+
+
+def _transposed_product(tokens: Tensor, scales: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`(tokens · scales) @ weight`.
+
+    GPUs multiply by a matrix whose columns are contiguous. A second copy of all weights would take 11 GB; this one
+    lasts for a product, and moves two bytes a weight.
+    """
+    columns = weight.t().contiguous().t()
+    return _product(tokens, scales, columns, scales.new_ones(1, weight.shape[1]), None, dtype, fast=False)
+
+
+# One operation to torch.compile, which would make some of the copies in the forward pass and keep them until here.
+_backward_product = torch.library.custom_op(
+    "qie::fp8_backward_product",
+    _transposed_product,
+    mutates_args=(),
+    schema="(Tensor tokens, Tensor scales, Tensor weight, ScalarType dtype) -> Tensor",
+)
+_backward_product.register_fake(_transposed_product)
+
+
+@register_flop_formula(torch.ops.qie.fp8_backward_product)
+def _flops(tokens: Sequence[int], _: Sequence[int], weight: Sequence[int], *__: Any, **___: Any) -> int:
+    return 2 * tokens[0] * weight[0] * weight[1]
