@@ -37,7 +37,7 @@ from measuring import parser as common
 from models import SIZES, Bench, prepare, quiet, random_weights
 from PIL import Image
 from variants import PLAIN_CACHED, PLAIN_LIVE, Variant, loop_of, measure_all
-from work import GB, TERA, encoder_bytes, encoding, loose_bytes, record_bytes, step_memory, training
+from work import GB, TERA, encoder_bytes, encoding, loose_bytes, record_bytes, step_memory, text_alone_bytes, training
 
 from qie.config import Quantization
 from qie.data.sources import open_source
@@ -224,7 +224,14 @@ def computed() -> list[Row]:
     most, least = step_memory(1024, None, checkpointing=False), step_memory(1024, None)
     told = f"{least / GB:.0f} GB, peer {most / GB:.0f} GB"
     what = "memory with gradient checkpointing, base in bf16"
-    return [*rows, _computed("checkpointing", what, "without checkpointing", least / most, " of its memory", told)]
+    rows.append(_computed("checkpointing", what, "without checkpointing", least / most, " of its memory", told))
+    ours, whole = text_alone_bytes()
+    told = f"{ours / 1e6:.2f} MB, peer {whole / 1e6:.1f} MB"
+    what, peer = (
+        "bytes of a sample of Qwen-Image-2.1, 1024², 80 tokens",
+        "the same with embeddings of images, for both prompts",
+    )
+    return [*rows, _computed("bytes text alone", what, peer, ours / whole, "× the bytes", told)]
 
 
 def _computed(key: str, what: str, peer: str, value: float, unit: str, told: str) -> Row:

@@ -6,7 +6,7 @@ though half of a causal one is masked. The vision tower cannot run there and is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -113,6 +113,32 @@ def loose_bytes(side_px: int = 1024) -> int:
     return (
         2 * 2 * 16 * (side_px // 8) ** 2 + 2 * WIDTH * (tokens + tokens - TAIL + NULL) + tokens + tokens - TAIL + NULL
     )
+
+
+def text_alone_bytes(side_px: int = 1024, prompt: int = 80) -> tuple[int, int]:
+    """Of a sample of Qwen-Image-2.1 with one control and a prompt of so many tokens, its part of the tar included; and
+    of its tensors with embeddings of images, the null prompt's whole ones beside the prompt's."""
+    width, side, prefix, null = 4096, side_px // 16, 9, 6  # 9 words of the template around the image
+    generator = torch.Generator().manual_seed(0)
+
+    def half(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randint(0, 2**14, size, generator=generator, dtype=torch.int16).view(dtype)
+
+    latent = half(64, 1, side, side, dtype=torch.float16)
+    sample = replace(
+        made(0, prefix + prompt, side=1, width=1),
+        pixel_latent=latent,
+        control_latent=(latent,),
+        prompt_embed=half(prefix + prompt, width, dtype=torch.bfloat16),
+        empty_tail=half(null, width, dtype=torch.bfloat16),
+        empty_prompt_embeds_mask=torch.ones(prefix + null, dtype=torch.bool),
+        shared_prefix=prefix,
+        image_slots=(prefix - 1,),
+    )
+    size = len(record_of(sample))
+    slots = side**2 // 4
+    whole = 2 * latent.nbytes + 2 * width * (2 * (slots + prefix) + prompt + null)
+    return 512 + -(-size // 512) * 512, whole
 
 
 def _counted(work: torch.nn.Module, inputs: torch.Tensor) -> float:

@@ -18,7 +18,8 @@ from qie.data.live import RowEncoder
 from qie.data.sources import Source, SourceSpec, open_source
 from qie.data.variants import Variants
 from qie.devices import resolve_device, resolve_dtype
-from qie.errors import RowError, UsageError
+from qie.errors import QieError, RowError, UsageError
+from qie.families import FAMILIES
 from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
 from qie.quiet_libraries import quiet_libraries, spare_imports
 from qie.recipe import Recipe
@@ -134,10 +135,22 @@ def open_rows(config: Config, expected: str = "rows") -> Source:
         ConfigError: it is not set; says what is `expected`.
         SourceError: it cannot be opened.
     """
-    source = config.data.source
+    source, text_to_image = config.data.source, _takes_text_alone(config)
     if isinstance(source, list):
-        return open_source([SourceSpec(part.source, part.name, part.weight) for part in source])
-    return open_source(required(source, "data.source", expected))
+        specs = [SourceSpec(part.source, part.name, part.weight) for part in source]
+        return open_source(specs, text_to_image=text_to_image)
+    return open_source(required(source, "data.source", expected), text_to_image=text_to_image)
+
+
+def _takes_text_alone(config: Config) -> bool:
+    """Whether the model takes rows without controls."""
+    if config.model.family != "auto":
+        return FAMILIES[config.model.family].min_controls == 0
+    try:
+        pretrained = open_pretrained(config.model.pretrained_model_name_or_path, config.model.family, ())
+    except QieError:  # what is wrong with the model is told where it is needed
+        return False
+    return pretrained.family.min_controls == 0
 
 
 def variants(config: Config) -> Variants:

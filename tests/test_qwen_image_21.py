@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from qie.encode import Encoder, EncoderOptions
 from qie.errors import ConfigError, ModelError, RowError, UsageError
 from qie.pretrained import open_pretrained
 from qie.shards.record import decode, encode
-from qie.shards.tensors import tensor_bytes
+from qie.shards.tensors import Sizes, bytes_by_name, tensor_bytes, total_bytes
 from qie.types import Row
 from tests.builders import assert_same
 from tests.conftest import AREA_PX
@@ -48,6 +49,12 @@ def test_a_row_with_any_number_of_controls_or_none_survives_its_record(controls:
     assert ("control_latent" in tensor_bytes(sample)) == (controls > 0)
     sides = [side for size in (sample.shape.target, *sample.shape.controls) for side in size]
     assert all(side % 2 == 0 for side in sides), "the transformer takes 2×2 latent pixels a token of the text encoder"
+
+
+def test_a_row_of_the_released_sizes_takes_at_most_1_9_mb() -> None:
+    """1024², one control, 80 tokens and the template's 9."""
+    sizes = Sizes(64, 64, 64 * 64, 89, 15, 9, 4096, False, text_alone=True)
+    assert total_bytes(sizes) == sum(bytes_by_name(sizes).values()) < 1.85e6
 
 
 @pytest.mark.parametrize("name", ["encoder", "encoder_plus"])
@@ -140,5 +147,16 @@ def test_the_commands_precompute_and_describe_and_refuse_to_train(tiny_21: Path,
     told = run(stats, output, "--verify", "--html", tmp_path / "page.html", "--vae", tiny_21)
     assert told.exit_code == 0, told.output
     assert " px from " in told.stdout and "prompt_embed" in told.stdout
+    shutil.copytree(photos / "training_images", tmp_path / "alone" / "training_images")
+    alone = [*shared[:-1], f"data.source={tmp_path / 'alone'}", "--output", tmp_path / "alone-shards", "--end-idx", 2]
+    counted = run(precompute, "--config", config, *alone, "--dry-run")
+    assert counted.exit_code == 0 and "2 rows: 2 samples can be encoded" in counted.output
+    assert run(precompute, "--config", config, *alone, "--quiet").exit_code == 0
+    told = run(stats, tmp_path / "alone-shards", "--verify", "--compact", "--html", tmp_path / "alone.html")
+    assert (
+        told.exit_code == 0
+        and " px from text" in told.stdout
+        and "<dd>text</dd>" in (tmp_path / "alone.html").read_text()
+    )
     refused = run(train, output, "--config", config, *shared)
     assert refused.exit_code == 2 and "does not train them yet" in refused.output

@@ -164,7 +164,7 @@ def _write_page(
 def _count(place: str) -> int:
     from qie.data.sources import open_source
 
-    return len(open_source(place))
+    return len(open_source(place, text_to_image=True))  # of any family: to count them is to read none
 
 
 def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from PIL import Image
 
 from qie.config import Config
 from qie.data.sources import open_source
 from qie.data.stream import Stream
+from qie.families import FAMILIES
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
 from qie.shards.shard_set import ShardSet
@@ -38,8 +41,8 @@ def batches(stream, count: int) -> list[Batch]:
     return [next(iterator) for _ in range(count)]
 
 
-def assert_live_equals_cached(folder: Path, encoder, shards: Path, batch_size: int) -> list[Batch]:
-    source = open_source(folder)
+def assert_live_equals_cached(place: Path, encoder, shards: Path, batch_size: int) -> list[Batch]:
+    source = open_source(place, text_to_image=FAMILIES[encoder.recipe.family].min_controls == 0)
     precompute(source, encoder, shards, rows=(0, len(source)), shard_size=5)
     settings = {"batch_size": batch_size, "seed": 3, "validation_rows": 1}
     cached, live = open_stream(shards, **settings), open_stream(source, encoder=encoder, **settings)
@@ -78,6 +81,27 @@ def test_so_they_are_with_several_controls_a_mask_and_a_broken_row(photos: Path,
     assert ShardSet.open([tmp_path / "shards"]).masked
     assert {len(batch.control_latent) for batch in read} <= {1, 2}
     assert len({key for batch in read for key in batch.keys}) == 2, "of four rows one is broken and one is kept out"
+
+
+def test_so_they_are_with_and_without_controls_and_with_transparent_targets(
+    photos: Path, encoder_21, tmp_path: Path
+) -> None:
+    names = [f"{number}.png" for number in range(6)]
+    for path, name in zip(sorted((photos / "training_images").glob("*.png")), names, strict=False):
+        shutil.copy(path, tmp_path / name)
+    transparent = Image.open(tmp_path / names[5]).convert("RGB")
+    transparent.putalpha(Image.linear_gradient("L").resize(transparent.size))
+    transparent.save(tmp_path / names[5])
+    rows = [
+        {"target": name, "control": names[:number], "prompt": f"do {number}"}
+        for number, name in zip((0, 0, 1, 2, 3, 1), names, strict=True)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    read = assert_live_equals_cached(tmp_path / "rows.jsonl", encoder_21, tmp_path / "shards", batch_size=1)
+
+    assert {len(batch.control_latent) for batch in read} >= {0, 1} and {len(batch.image_slots) for batch in read} >= {0}
+    assert all(batch.prompt_embed.dtype == batch.empty_prompt_embed.dtype == torch.bfloat16 for batch in read)
 
 
 @pytest.fixture(scope="module")

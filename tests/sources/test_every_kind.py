@@ -120,6 +120,38 @@ def test_a_row_is_the_bytes_of_its_files_and_its_key_the_same_in_every_source(
 
 
 @pytest.mark.parametrize("kind", EVERY)
+def test_rows_without_controls_are_read_where_they_may_be_and_refused_elsewhere(
+    table: Table, rows: Rows, kind: str
+) -> None:
+    without = [{name: value for name, value in row.items() if name != "path_control"} for row in rows]
+    place = write(kind, table, without)
+    if kind == "folder":
+        (place / "control_images").rmdir()
+    with pytest.raises(SourceError, match=r"no column holds the control image|the expected layout"):
+        open_source(place)
+    for source in (open_source(place, text_to_image=True), open_source([place], text_to_image=True)):
+        for read in (source, pickle.loads(pickle.dumps(source))):
+            found = [read.read(index) for index in range(3)]
+            assert [(row.controls, row.prompt) for row in found] == [((), f"do {number}") for number in range(3)]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_rows_with_and_without_controls_stand_beside_each_other_but_in_a_folder(
+    table: Table, rows: Rows, kind: str
+) -> None:
+    """In a folder, a file may be missing by accident."""
+    del rows[1]["path_control"]
+    place = write(kind, table, rows)
+    source = open_source(place, text_to_image=True)
+    assert [len(source.read(index).controls) for index in (0, 2)] == [1, 1]
+    for strict in (open_source(place), *([source] if kind == "folder" else [])):
+        with pytest.raises(RowError, match="no control image"):
+            strict.read(1)
+    if kind != "folder":
+        assert source.read(1).controls == () and source.read(1).prompt == "do 1"
+
+
+@pytest.mark.parametrize("kind", EVERY)
 def test_many_threads_and_other_processes_read_the_same_rows(table: Table, rows: Rows, kind: str) -> None:
     many = [row | {"prompt": f"{row['prompt']} {number}"} for number in range(50) for row in rows]
     source = open_source(write(kind, table, many))

@@ -27,6 +27,9 @@ PROMPT_LIST = ("prompts", "captions")
 MASK = ("path_mask", "control_mask", "mask")
 NAME = ("name", "id")
 
+_NO_BYTES = {"bytes": None, "path": None}
+"""What a dataset's column of images holds where there is none."""
+_NO_IMAGE: tuple[object, ...] = (None, "", [], _NO_BYTES)
 _TYPES = {
     dict: "an object",
     list: "a list",
@@ -53,6 +56,7 @@ class Roles:
         prompt_list: a column of several captions.
         mask: the mask.
         name: what the owner calls the row.
+        text_to_image: a row may have no control.
     """
 
     target: str | None
@@ -63,6 +67,7 @@ class Roles:
     prompt_list: str | None
     mask: str | None
     name: str | None
+    text_to_image: bool = False
 
     def used(self) -> list[str]:
         """The columns that are read."""
@@ -74,14 +79,14 @@ class Roles:
         """The roles that no column has, and the names they go by."""
         absent = {
             "target image": None if self.target else TARGET,
-            "control image": None if self.control else CONTROL,
+            "control image": None if self.control or self.text_to_image else CONTROL,
             "prompt": None if self.prompt or self.prompt_list else (*PROMPT, *PROMPT_LIST),
         }
         return {role: names for role, names in absent.items() if names}
 
 
 @lru_cache(maxsize=256)
-def roles_of(columns: tuple[str, ...]) -> Roles:
+def roles_of(columns: tuple[str, ...], text_to_image: bool = False) -> Roles:
     """The roles of columns. Raises ValueError when two columns have one name but for case and outer space."""
     known: dict[str, str] = {}
     for column in columns:
@@ -102,14 +107,17 @@ def roles_of(columns: tuple[str, ...]) -> Roles:
         prompt_list=_column(known, prompt_list),
         mask=_column(known, _first(known, MASK)),
         name=_column(known, _first(known, NAME)),
+        text_to_image=text_to_image,
     )
 
 
-def checked_roles(columns: Iterable[str], where: object, hint: str | None = None) -> Roles:
+def checked_roles(
+    columns: Iterable[str], where: object, hint: str | None = None, *, text_to_image: bool = False
+) -> Roles:
     """The roles of a table's columns. Raises SourceError when a required one is missing or two are the same."""
     columns = tuple(columns)
     try:
-        roles = roles_of(columns)
+        roles = roles_of(columns, text_to_image)
     except ValueError as error:
         raise SourceError("two columns have the same name", where=where, found=str(error)) from error
     for role, names in roles.missing().items():
@@ -191,9 +199,11 @@ class Cells:
         return readable(str(value)) if given else otherwise
 
     def _controls(self) -> tuple[bytes, ...]:
-        further = self._numbered(self.roles.more_controls, "controls")
+        further, control = self._numbered(self.roles.more_controls, "controls"), self.roles.control
+        if self.roles.text_to_image and not further and (control is None or self.values.get(control) in _NO_IMAGE):
+            return ()
         return (
-            *self._images(self.roles.control, "control image"),
+            *self._images(control, "control image"),
             *(self._image(column, self.values[column]) for column in further),
         )
 
@@ -272,7 +282,7 @@ class Cells:
 
     def _given(self, column: str) -> bool:
         value = self.values.get(column)
-        return value not in (None, "", {"bytes": None, "path": None})
+        return value not in (None, "", _NO_BYTES)
 
     def _missing(self, role: str) -> RowError:
         present = ", ".join(list(self.values)[:20])

@@ -27,7 +27,7 @@ class CsvSource:
     roles: Roles
 
     @classmethod
-    def open(cls, file: File) -> CsvSource:
+    def open(cls, file: File, *, text_to_image: bool = False) -> CsvSource:
         """Note where the rows start.
 
         Raises:
@@ -40,7 +40,7 @@ class CsvSource:
             text = Lines(stream, file)
             records = _records(text, file)
             header = _header(next(records, None), file)
-            roles = checked_roles(header, file, _divided_otherwise(header))
+            roles = checked_roles(header, file, _divided_otherwise(header), text_to_image=text_to_image)
             name = header.index(roles.name) if roles.name else len(header)
             for start, line, cells in records:
                 starts.append(start)

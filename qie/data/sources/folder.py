@@ -67,6 +67,8 @@ class FolderSource:
         x_mask.png              its mask, in either folder
         x_prompt_1.txt …        further captions, in either folder
 
+    Where rows may be text-to-image and there is no folder of controls, no row has one.
+
     Rows are in the order of the targets' names. A target whose control or prompt is missing is a row that cannot be
     read, not a row that is left out: it keeps its index and its reason is reported.
     """
@@ -76,12 +78,16 @@ class FolderSource:
     stems: tuple[str, ...]
     more_controls: dict[str, tuple[str, ...]]
     more_prompts: dict[str, tuple[str, ...]]
+    edits: bool = True
 
     @classmethod
-    def open(cls, folder: Folder) -> FolderSource:
+    def open(cls, folder: Folder, *, text_to_image: bool = False) -> FolderSource:
         """List the folder. Raises SourceError when it has another layout, or holds no target."""
-        sides = (_first_folder(folder, names) for names in (TARGET_FOLDERS, CONTROL_FOLDERS))
-        targets, controls = map(ImageFolder.list, sides)
+        edits = not text_to_image or any(name in folder.folders() for name in CONTROL_FOLDERS)
+        targets = ImageFolder.list(_first_folder(folder, TARGET_FOLDERS))
+        controls = ImageFolder(targets.folder, {}, frozenset())
+        if edits:
+            controls = ImageFolder.list(_first_folder(folder, CONTROL_FOLDERS))
         stems = tuple(sorted(stem for stem in targets.endings if not _stands_beside(stem, targets.endings)))
         if not stems:
             raise SourceError(
@@ -91,7 +97,7 @@ class FolderSource:
             )
         # `x_prompt_1.txt` beside an image of that name is that row's prompt, not another one of `x`.
         texts = (stem for stem in targets.texts | controls.texts if stem not in targets.endings)
-        return cls(targets, controls, stems, _further(_CONTROL, controls.endings), _further(_PROMPT, texts))
+        return cls(targets, controls, stems, _further(_CONTROL, controls.endings), _further(_PROMPT, texts), edits)
 
     def __len__(self) -> int:
         return len(self.stems)
@@ -103,7 +109,7 @@ class FolderSource:
         stem = self.stems[index]
         target, control = self.targets.image(stem), self.controls.image(stem)
         assert target is not None
-        if control is None:
+        if control is None and self.edits:
             expected = f"{File(self.controls.folder, stem)}.png (or another image ending)"
             raise RowError("no control image", where=stem, expected=expected)
         if self._text(stem) is None:

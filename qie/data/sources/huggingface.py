@@ -52,7 +52,7 @@ class DatasetSource:
         return _HUB.fullmatch(place) is not None
 
     @classmethod
-    def from_hub(cls, place: str) -> DatasetSource:
+    def from_hub(cls, place: str, *, text_to_image: bool = False) -> DatasetSource:
         """Open a dataset of the hub, through its library's cache.
 
         Args:
@@ -87,10 +87,10 @@ class DatasetSource:
         pinned = f"hf://datasets/{repo}@{builder.hash or revision or 'main'}?{options}"
         # What a dataset of image files was downloaded to: its rows are paths there.
         cache = (LocalFolder(Path(datasets.config.HF_DATASETS_CACHE)), LocalFolder(Path(HF_HUB_CACHE)))
-        return cls._of(dataset, pinned.rstrip("?"), repo.partition("/")[2], cache)
+        return cls._of(dataset, pinned.rstrip("?"), repo.partition("/")[2], cache, text_to_image)
 
     @classmethod
-    def from_disk(cls, folder: Path) -> DatasetSource:
+    def from_disk(cls, folder: Path, *, text_to_image: bool = False) -> DatasetSource:
         """Open what `save_to_disk` wrote.
 
         Raises:
@@ -101,18 +101,21 @@ class DatasetSource:
         if (folder / "dataset_dict.json").is_file():
             splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
             if len(splits) == 1:
-                return replace(cls.from_disk(folder / splits[0]), label=folder.name)
+                whole = cls.from_disk(folder / splits[0], text_to_image=text_to_image)
+                return replace(whole, label=folder.name)
             names = " or ".join(str(folder / split) for split in splits)
             raise SourceError("the dataset has several splits", where=folder, expected=f"one of them: {names}")
         try:
             dataset = datasets.load_from_disk(str(folder))
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise SourceError("the dataset cannot be opened", where=folder, found=str(error)) from error
-        return cls._of(dataset, str(folder), folder.name, (LocalFolder(folder),))
+        return cls._of(dataset, str(folder), folder.name, (LocalFolder(folder),), text_to_image)
 
     @classmethod
-    def _of(cls, dataset: Any, where: str, label: str, roots: tuple[LocalFolder, ...]) -> DatasetSource:
-        roles = checked_roles(dataset.column_names, where)
+    def _of(
+        cls, dataset: Any, where: str, label: str, roots: tuple[LocalFolder, ...], text_to_image: bool
+    ) -> DatasetSource:
+        roles = checked_roles(dataset.column_names, where, text_to_image=text_to_image)
         if not len(dataset):
             raise SourceError("the dataset holds no rows", where=where)
         source = cls(where, label, roots, roles, dataset.select_columns(roles.used()).with_format("arrow"))
@@ -121,7 +124,7 @@ class DatasetSource:
         return source
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.where, self.label, len(self))
+        return _reopened, (self.where, self.label, len(self), self.roles.text_to_image)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -172,9 +175,12 @@ def _datasets() -> Any:
     return datasets
 
 
-def _reopened(where: str, label: str, rows: int) -> DatasetSource:
-    hub = DatasetSource.is_hub_name(where)
-    source = replace(DatasetSource.from_hub(where) if hub else DatasetSource.from_disk(Path(where)), label=label)
+def _reopened(where: str, label: str, rows: int, text_to_image: bool) -> DatasetSource:
+    if DatasetSource.is_hub_name(where):
+        source = DatasetSource.from_hub(where, text_to_image=text_to_image)
+    else:
+        source = DatasetSource.from_disk(Path(where), text_to_image=text_to_image)
+    source = replace(source, label=label)
     if len(source) != rows:
         raise SourceError(
             "the source changed since it was opened", where=where, expected=f"{rows} rows", found=len(source)

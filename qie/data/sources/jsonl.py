@@ -24,9 +24,10 @@ class JsonlSource:
 
     rows: TextRows
     named: bool
+    text_to_image: bool = False
 
     @classmethod
-    def open(cls, file: File) -> JsonlSource:
+    def open(cls, file: File, *, text_to_image: bool = False) -> JsonlSource:
         """Note where the lines start, and look at the keys of the first ones.
 
         Raises:
@@ -38,9 +39,9 @@ class JsonlSource:
         if not len(lines):
             raise SourceError("the JSONL holds no rows", where=file, found="nothing" if size == 0 else "blank lines")
         rows = TextRows(file, size, starts, lines)
-        source = cls(rows, named=False)
-        if checked_roles(source._first_keys(), file).name:
-            source = cls(rows, named=True)
+        source = cls(rows, named=False, text_to_image=text_to_image)
+        if checked_roles(source._first_keys(), file, text_to_image=text_to_image).name:
+            source = cls(rows, named=True, text_to_image=text_to_image)
             rows.check_names(array("q", source._hashes()), source.name)
         return source
 
@@ -61,7 +62,8 @@ class JsonlSource:
         where = self.rows.where(index)
         values = _parsed(self.rows.content(index), where)
         try:
-            return Cells(values, roles_of(tuple(values)), where, (self.rows.file.folder,))
+            roles = roles_of(tuple(values), self.text_to_image)
+            return Cells(values, roles, where, (self.rows.file.folder,))
         except ValueError as error:
             raise RowError("two keys have the same name", where=where, found=str(error)) from error
 

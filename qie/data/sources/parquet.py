@@ -59,7 +59,7 @@ class ParquetSource:
     groups: Groups = field(default_factory=lambda: Groups(), compare=False, repr=False)
 
     @classmethod
-    def open(cls, files: Sequence[File]) -> ParquetSource:
+    def open(cls, files: Sequence[File], *, text_to_image: bool = False) -> ParquetSource:
         """Read the files' footers, and the rows' names if they have any.
 
         Raises:
@@ -77,7 +77,7 @@ class ParquetSource:
                     raise SourceError(
                         "the Parquet files have different columns", where=file, expected=columns, found=found
                     )
-                roles = roles or checked_roles(columns, file)
+                roles = roles or checked_roles(columns, file, text_to_image=text_to_image)
                 counts = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
                 start = opened[-1].start + opened[-1].starts[-1] if opened else 0
                 starts = tuple(np.cumsum([0, *counts]).tolist())

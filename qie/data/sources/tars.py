@@ -131,9 +131,10 @@ class TarSource:
     tars: tuple[TarRows, ...]
     starts: tuple[int, ...]
     rows: int
+    text_to_image: bool = False
 
     @classmethod
-    def open(cls, files: Sequence[File]) -> TarSource:
+    def open(cls, files: Sequence[File], *, text_to_image: bool = False) -> TarSource:
         """Read the headers of all tars; remote ones several at once, in requests of 256 kB.
 
         Raises:
@@ -152,8 +153,9 @@ class TarSource:
             )
         endings = sorted({ending for tar in tars for ending in tar.endings})
         columns = dict.fromkeys(column for ending in endings if (column := _column(ending)))
-        checked_roles([*columns, *(PROMPT[:1] if _JSON in endings else ())], files[0], _present(endings))
-        return cls(tars, (0, *stops[:-1]), stops[-1])
+        columns |= dict.fromkeys(PROMPT[:1] if _JSON in endings else ())
+        checked_roles(columns, files[0], _present(endings), text_to_image=text_to_image)
+        return cls(tars, (0, *stops[:-1]), stops[-1], text_to_image)
 
     def __len__(self) -> int:
         return self.rows
@@ -164,7 +166,7 @@ class TarSource:
 
     def read(self, index: int) -> Row:
         tar, row = self._find(index)
-        return _cells(tar, row).row(range(self.rows)[index], self.name(index))
+        return _cells(tar, row, self.text_to_image).row(range(self.rows)[index], self.name(index))
 
     def _find(self, index: int) -> tuple[TarRows, int]:
         index = range(self.rows)[index]
@@ -172,7 +174,7 @@ class TarSource:
         return self.tars[number], index - self.starts[number]
 
 
-def _cells(tar: TarRows, row: int) -> Cells:
+def _cells(tar: TarRows, row: int, text_to_image: bool) -> Cells:
     """The cells of a row. Raises RowError for two members of one role, or a text that is not UTF-8."""
     where = f"{tar.file}, {tar.key(row)}"
     members = tar.row(row)
@@ -187,7 +189,7 @@ def _cells(tar: TarRows, row: int) -> Cells:
         values[column] = _text(content, where) if _is_text(column) else content
     if roles.prompt is None and _JSON in members:
         values.update(_prompts(_text(_member(tar, members[_JSON], MAX_TEXT_BYTES, where), where), where))
-    return Cells(values, roles_of(tuple(values)), where)
+    return Cells(values, roles_of(tuple(values), text_to_image), where)
 
 
 def _member(tar: TarRows, place: tuple[int, int], most: int, where: str) -> bytes:
