@@ -69,8 +69,11 @@ def test_each_measurement_runs_at_tiny_size_on_a_cpu(tmp_path: Path, monkeypatch
     from on_gpu import table
 
     monkeypatch.setattr(torch, "compile", lambda work, **_: work)  # compiling takes minutes
-    # The steps of other options are those of their checks, taken by the same code.
-    same = [f"step {name}" for name in table.OPTIONS if name not in ("default", "four unequal texts", "offloaded")]
+    # Options with torch.compile are here the same as without; steps of options are those of their checks.
+    compiled = [name for name, option in table.OPTIONS.items() if table.COMPILE in option.settings]
+    same = [f"{what} {name}" for what in ("check", "step") for name in compiled if name != "compiled"]
+    same += [f"step {name}" for name in table.OPTIONS if name not in ("default", "four unequal texts", "offloaded")]
+    same += [f"step of 24 GB, {name}" for name in table.SMALL_CARD[1:]]
     wanted = [name for name in gpu.MEASUREMENTS if name not in same]
     file = tmp_path / "lines.json"
     words = ["--size", "tiny", "--in-process", "--work", str(tmp_path / "work"), "--out", str(file), "--only", *wanted]
@@ -84,8 +87,21 @@ def test_each_measurement_runs_at_tiny_size_on_a_cpu(tmp_path: Path, monkeypatch
     errors = {name: line["error"] for name, line in lines.items() if "error" in line}
     kernels = {name for name in wanted if gpu.MEASUREMENTS[name].needs == "cuda"}
     assert {name for name, error in errors.items() if error.endswith("it needs a GPU")} == kernels
-    others = {name: error for name, error in errors.items() if name not in kernels}
-    assert {name for name in others if "fp8 products" not in name} == set(), others
+    assert errors.keys() == kernels, errors
+
+
+def test_random_weights_are_made_in_bfloat16_and_are_the_same_in_float32(tiny_edit: Path) -> None:
+    import torch
+    from models import QwenImageTransformer2DModel, random_weights
+
+    folder, dtypes = tiny_edit / "transformer", (torch.bfloat16, torch.float32)
+    with random_weights(torch.device("cpu")):
+        made = [QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype) for dtype in dtypes]
+    assert torch.get_default_dtype() == torch.float32
+    half, full = (dict(model.named_parameters()) for model in made)
+    assert {weight.dtype for weight in half.values()} == {torch.bfloat16}
+    assert all(torch.equal(weight.float(), full[name]) for name, weight in half.items())
+    assert max(float(weight.std()) for weight in full.values()) > 0.01
 
 
 def test_a_call_goes_on_where_the_last_one_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

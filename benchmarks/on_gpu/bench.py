@@ -208,4 +208,6 @@ def opened_run(bench: Bench, option: Option) -> Iterator[tuple[Run, Setup]]:
         run = Run(config, pretrained, stream, accelerator, kept=setup.kept)
         stack.callback(run.finish)
         stack.callback(run.batches.close)  # it holds a batch
+        if accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()  # weights were made there before they were quantised or offloaded
         yield run, setup

@@ -50,6 +50,7 @@ def ours(place: Place) -> Found:
         open_rows(config),
         open_folder(str(output)),
         rows=(0, count),
+        shard_size=max(count // 5, 1),  # so that most are written while others are encoded
         settings=Settings(on_error="stop"),
         progress=note,
     )

@@ -66,6 +66,7 @@ OPTIONS = {
     "FlashAttention": Option({"model.attention_backend": "_native_flash"}),
     "offloaded": Option({"train.offload_blocks": "all"}),
     "fp8 weights, offloaded": Option(FP8 | {"train.offload_blocks": "all"}, limit=0.1),
+    "fp8 products, offloaded": Option(PRODUCTS | {"train.offload_blocks": "all"}, limit=0.15),
     "four unequal texts": Option(texts="four"),
     "four unequal texts, compiled": Option(COMPILED, texts="four"),
     "another text length each step": Option(texts="other"),
@@ -156,7 +157,7 @@ def _exactness() -> list[Measurement]:
     ]
 
 
-SMALL_CARD = ("nf4 weights", "fp8 weights, offloaded", "offloaded")
+SMALL_CARD = ("nf4 weights", "fp8 products, offloaded", "fp8 weights, offloaded", "offloaded")
 
 
 def _small_cards() -> list[Measurement]:
