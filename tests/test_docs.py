@@ -28,6 +28,7 @@ import qie.legacy
 from qie.config import Config, load_config
 from qie.config.schema import DataConfig
 from qie.encode.images import MAX_RATIO
+from qie.families import FAMILIES
 from qie.image_formats import IMAGE_FORMATS
 from qie.precompute.ray import RETRIES, TASKS_PER_SLOT
 from qie.shards.record import encode
@@ -35,6 +36,7 @@ from qie.shards.sample_table import COLUMNS
 from qie.stores.objects import PART_BYTES
 from qie.stores.retry import REQUEST_S, RETRY_S
 from qie.training import memory
+from qie.training.dry_run import forecast
 from qie.training.memory import Parameters, estimate
 from qie.training.model.lora import add_lora
 from qie.training.reporting.metrics import StepMetrics
@@ -353,6 +355,29 @@ FIGURES = [*figures_of_guides(), *figures_of_training()]
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.label)
 def test_a_page_s_figure_is_what_the_estimator_says(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> None:
     assert figure.told == f"{figure.estimated_gb(monkeypatch)} GB"
+
+
+def plans_of_the_24_gb_guide() -> list[list[str]]:
+    """Rows of the table of dry runs: settings, blocks, GB of the GPU, host memory, seconds of a step."""
+    table = text_of(DOCS / "guides" / "24gb.md").partition("## How long a step takes")[2].partition("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+@pytest.mark.parametrize("row", plans_of_the_24_gb_guide(), ids=lambda row: row[0])
+def test_the_guide_for_24_gb_tells_what_a_dry_run_does(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(ROOT / "configs" / "edit_lora_24gb.yaml", re.findall(r"`([^`]+)`", row[0]))
+    assert config.model.lora
+    lora = json.dumps(config.model.lora.model_dump(mode="json", exclude={"continue_from"}))
+    monkeypatch.setattr(memory, "empty_transformer", lambda pretrained: prepared(lora, True))
+    monkeypatch.setattr(memory, "add_lora", lambda *arguments, **more: None)
+    alone = SimpleNamespace(device=torch.device("cpu"), num_processes=1, distributed_type="NO")
+    found = forecast(config, SimpleNamespace(family=FAMILIES["edit_plus"]), None, alone, gpu="RTX 4090")
+    told = "\n".join(found.lines())
+    blocks, _, offloaded = re.findall(r"blocks      60: (.*)", told)[0].partition(" offloaded: ")
+    numbers = [re.sub(r", \d+$", "", blocks) if offloaded else blocks]
+    numbers += [re.findall(r"total +(\S+ GB) of", told)[0], offloaded.partition(" of ")[0]]
+    assert row[1:] == [*numbers, re.findall(r"a step      about (\d+)", told)[0] + " s"]
 
 
 def test_sizes_of_the_released_transformer_in_sentences_follow_from_its_numbers() -> None:

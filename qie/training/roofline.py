@@ -12,8 +12,9 @@ from qie.training.memory import Setup, offloaded_bytes
 # Parts of a datasheet's figure that kernels reach: products and attention of the released shapes in bfloat16 (680, and
 # 600 forward and 480 backward, of 989 TFLOP/s on an H100), and copies.
 _PRODUCTS, _ATTENTION, _ATTENTION_BACKWARD, _MEMORY, _LINK = 0.69, 0.61, 0.49, 0.8, 0.8
-# What operations between products read and write, in numbers of the width for each token and block; compiled they fuse.
-_FORWARD_NUMBERS, _BACKWARD_NUMBERS, _FUSED = 150, 220, 0.4
+# What operations between products read and write, in numbers of the width for each token and block: counted on the
+# released shapes, and rounded. Compiled they fuse, into a third or less.
+_FORWARD_NUMBERS, _BACKWARD_NUMBERS, _FUSED = 100, 160, 0.35
 # Bytes to read and write for a quantised weight, before each product that it takes part in.
 _RESTORED: dict[Quantization, float] = {"fp8": 19.0, "int8": 11.0, "nf4": 2.5}
 _RESTORED_FUSED = 3.0
