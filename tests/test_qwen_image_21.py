@@ -132,7 +132,9 @@ def test_training_is_refused_and_encoding_is_not(tiny_21: Path) -> None:
     assert not isinstance(caught.value, ModelError) and caught.value.exit_code == 2
 
 
-def test_the_commands_precompute_and_describe_and_refuse_to_train(tiny_21: Path, photos: Path, tmp_path: Path) -> None:
+def test_the_commands_precompute_and_describe_and_refuse_to_train(
+    tiny_21: Path, tiny_edit: Path, photos: Path, tmp_path: Path
+) -> None:
     shared = ["--set", f"model.pretrained_model_name_or_path={tiny_21}", "--set", "data.allow_tiny=true"]
     shared += ["--set", f"data.area_px={AREA_PX}", "--set", "cache.thumbnail_px=32", "--set", f"data.source={photos}"]
     config = tmp_path / "config.yaml"
@@ -160,3 +162,5 @@ def test_the_commands_precompute_and_describe_and_refuse_to_train(tiny_21: Path,
     )
     refused = run(train, output, "--config", config, *shared)
     assert refused.exit_code == 2 and "does not train them yet" in refused.output
+    other = run(train, output, "--config", config, *shared, "--set", f"model.pretrained_model_name_or_path={tiny_edit}")
+    assert other.exit_code == 2 and "the shards are for another model family" in other.output

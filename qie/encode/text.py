@@ -58,7 +58,8 @@ class PromptEmbeds:
 
     def of_text(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Prompt and null prompt without their image tokens, and how many tokens these share."""
-        text = self.prompt[: self.shared_prefix][sent(~self.is_image, self.prompt.device)]
+        places = (~self.is_image).nonzero().flatten()  # on the host, which need not wait for its GPU then
+        text = self.prompt[sent(places, self.prompt.device)]
         prompt, null = (torch.cat([text, part[self.shared_prefix :]]) for part in (self.prompt, self.null))
         return prompt, null, len(text)
 

@@ -10,20 +10,23 @@ import io
 from pathlib import Path
 
 import diffusers
+import PIL
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, BatchFeature, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qie.encode.images import apply_view, choose_view, on_background, to_pixels
 from qie.encode.text import PromptEmbeds, PromptEncoder
 from qie.families import FAMILIES, NULL_PROMPT
-from qie.pretrained import open_pretrained
+from qie.pretrained import PretrainedModel, open_pretrained
 from qie.shards.tensors import store_together
 from qie.types import Row, Sample
 
 GOLDEN = Path(__file__).resolve().parent.parent / "data" / "golden"
+GOLDEN_21 = GOLDEN.with_name("golden_21")
 CPU = torch.device("cpu")
 FAMILY = FAMILIES["qwen_image_21"]
 AREA_PX = 96 * 96
@@ -143,6 +146,24 @@ def test_a_prompt_s_embedding_is_the_pipeline_s_bit_for_bit_and_the_null_prompt_
     assert torch.equal(found.null[: found.shared_prefix], found.prompt[: found.shared_prefix])
     assert torch.equal(found.is_image, is_image[: found.shared_prefix]) and not is_image[found.shared_prefix :].any()
     assert prompts.count_tokens([image.size for image in images], prompt) == len(found.of_text()[0])
+
+
+@pytest.fixture(scope="module")
+def golden() -> PromptEncoder:
+    return PromptEncoder(PretrainedModel(GOLDEN_21, FAMILY), CPU, torch.float32)
+
+
+EXPECTED = load_file(GOLDEN_21 / "expected.safetensors")
+
+
+@pytest.mark.skipif(int(PIL.__version__.partition(".")[0]) < 13, reason="golden files need Pillow 13")
+@pytest.mark.parametrize("name", EXPECTED)
+def test_embeddings_of_text_are_those_that_the_pipeline_gave_on_another_machine(
+    name: str, golden: PromptEncoder
+) -> None:
+    images, prompt = CASES[name]
+    pictures = [picture(file, size, alpha=alpha) for file, size, alpha in images]
+    assert distance(embedded(golden, pictures, prompt).of_text()[0], EXPECTED[name]) < ROUNDING
 
 
 def test_the_template_is_the_pipeline_s(released: Released, prompts: PromptEncoder) -> None:
