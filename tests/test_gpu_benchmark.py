@@ -6,6 +6,7 @@ import gc
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -102,6 +103,83 @@ def test_random_weights_are_made_in_bfloat16_and_are_the_same_in_float32(tiny_ed
     assert {weight.dtype for weight in half.values()} == {torch.bfloat16}
     assert all(torch.equal(weight.float(), full[name]) for name, weight in half.items())
     assert max(float(weight.std()) for weight in full.values()) > 0.01
+
+
+class Event:
+    """Of a GPU whose steps take 1.5 s each."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.recorded += 1
+        self.at = Event.recorded
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1500.0 * (other.at - self.at)
+
+
+def test_a_step_on_a_gpu_is_told_with_its_memory_waits_and_share_of_the_peak(tmp_path: Path) -> None:
+    import torch
+    from on_gpu import step
+    from on_gpu.bench import SCALES, Place
+
+    place = Place(tmp_path, SCALES["tiny"])
+    place.__dict__["device"] = torch.device("cuda:0")
+    bytes_of = {"memory_reserved": 60e9, "max_memory_reserved": 62e9, "max_memory_allocated": 50e9}
+    with (
+        mock.patch.multiple(
+            "torch.cuda",
+            Event=Event,
+            mem_get_info=lambda *_: (19e9, 80e9),
+            get_device_name=lambda *_: "NVIDIA H100 80GB HBM3",
+            set_sync_debug_mode=mock.DEFAULT,
+            reset_peak_memory_stats=mock.DEFAULT,
+            synchronize=mock.DEFAULT,
+            **{name: mock.Mock(return_value=value) for name, value in bytes_of.items()},
+        ),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        values = step.timed(lambda: warnings.warn("called a synchronizing CUDA operation", stacklevel=1), place)
+        values |= {"estimate_bytes": 52e9, "model_flop": 989e12 * 0.6, "dry_run_s": 1.234}
+        row = step.row("step", "qie", values, step.told(values, place))
+    assert row.value == 1.5 and row.runs == 3 and values["waits"] == 1
+    memory = "51.0 GB with CUDA's context, 62.0 GB reserved, estimated 52.0 GB"
+    assert row.detail.startswith(f"{memory}, --dry-run says 1.23 s, MFU 40.0 %, 1 waits of the host, first step ")
+
+
+def test_a_smaller_card_is_a_part_of_the_gpu_and_checkpointing_fills_that_part(tmp_path: Path) -> None:
+    import torch
+    from measuring import absolute
+    from on_gpu import step
+    from on_gpu.bench import SCALES, Found, Place
+
+    place, seen = Place(tmp_path, SCALES["tiny"]), []
+    place.__dict__["device"] = torch.device("cuda:0")
+
+    def option(place, name):
+        seen.append(torch.cuda.mem_get_info())
+        return Found([absolute(f"step {name}", "a training step", [1.0], " s")], {})
+
+    with (
+        mock.patch.multiple(
+            "torch.cuda",
+            get_device_properties=lambda *_: SimpleNamespace(total_memory=46 << 30),
+            set_per_process_memory_fraction=mock.DEFAULT,
+            memory_reserved=lambda *_: 1 << 30,
+            empty_cache=mock.DEFAULT,
+        ) as calls,
+        mock.patch.object(step, "option", option),
+        mock.patch.object(step, "random_weights"),
+        mock.patch.object(step.QwenImageTransformer2DModel, "from_pretrained"),
+        mock.patch.object(Place, "bench"),
+    ):
+        (row,) = step.small_card(place, "nf4 weights", 24).rows
+    assert calls["set_per_process_memory_fraction"].call_args.args[0] == 0.5 and seen == [(22 << 30, 24 << 30)]
+    assert row.what == "a training step, in 23 of 24 GiB" and row.key == "step 24 nf4 weights"
 
 
 def test_a_call_goes_on_where_the_last_one_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

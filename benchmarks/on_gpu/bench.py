@@ -22,7 +22,7 @@ from qie.pretrained import open_pretrained
 from qie.shards.index import Entry
 from qie.shards.writer import ShardWriter
 from qie.stream_chooser import open_stream
-from qie.training.flops import peak_flops
+from qie.training.datasheets import Datasheet, find_datasheet
 from qie.training.memory import Setup, fill_memory, memory_to_fill, plan_memory
 from qie.training.model.blocks import KeptActivations
 from qie.training.processes import deterministic, open_accelerator
@@ -102,9 +102,9 @@ class Place:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
     @property
-    def peak(self) -> float | None:
-        """Of the device in bfloat16, by its datasheet."""
-        return peak_flops(torch.cuda.get_device_name(self.device), torch.bfloat16) if self.gpu else None
+    def datasheet(self) -> Datasheet | None:
+        """Of the device, where its name is known."""
+        return find_datasheet(torch.cuda.get_device_name(self.device)) if self.gpu else None
 
     @property
     def gpu(self) -> bool:
@@ -140,7 +140,7 @@ class Place:
         return folder
 
     def _at(self, name: str) -> Bench:
-        return Bench(self.folder / name, self.scale.size, self.device, 0, self.peak)
+        return Bench(self.folder / name, self.scale.size, self.device, 0, None)
 
     def _model(self, family: str) -> Path:
         made = self._at(family)

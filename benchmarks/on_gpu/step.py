@@ -21,6 +21,7 @@ from plain import plain_loop
 
 from qie.training.flops import step_flops
 from qie.training.memory import Setup, estimate, recomputation
+from qie.training.roofline import step_time
 
 from .bench import Found, Place, opened_run
 from .table import OPTIONS, Option
@@ -51,8 +52,8 @@ def _driver() -> str:
 def plain(place: Place) -> Found:
     bench = place.bench(Option())
     with plain_loop(bench, live=False) as step:
-        values = timed(step, place)
-    return Found([row("step plain", "plain loop of diffusers and peft", values, [])], values)
+        values = timed(step, place) | {"model_flop": bench.flops(False).model}
+    return Found([row("step plain", "plain loop of diffusers and peft", values, told(values, place))], values)
 
 
 def option(place: Place, name: str) -> Found:
@@ -89,7 +90,7 @@ def small_card(place: Place, name: str, card_gb: int) -> Found:
 
 
 def expected_of(setup: Setup, place: Place) -> dict[str, float]:
-    """What qie counts: bytes, and FLOP of the model in a step.
+    """What qie counts: bytes, and FLOP of the model in a step; and the seconds that qie-train --dry-run tells.
 
     Raises:
         MemoryError: the GPU has much less memory than that.
@@ -98,7 +99,10 @@ def expected_of(setup: Setup, place: Place) -> dict[str, float]:
     total = estimate(setup).total
     if place.gpu and total > 1.1 * (held := torch.cuda.get_device_properties(place.device).total_memory):
         raise MemoryError(f"left out: by the estimate it takes {total / 1e9:.1f} GB, and the GPU has {held / 1e9:.1f}")
-    return {"estimate_bytes": total, "model_flop": flops.model * setup.batch_size}
+    expected = {"estimate_bytes": total, "model_flop": flops.model * setup.batch_size}
+    if place.datasheet:
+        expected["dry_run_s"] = step_time(setup, place.datasheet).total
+    return expected
 
 
 def timed(step: Callable[[], object], place: Place) -> dict[str, Any]:
@@ -141,11 +145,12 @@ def waits(step: Callable[[], object]) -> int:
 
 
 def told(values: dict[str, Any], place: Place) -> list[str]:
-    """What stands behind the memory: the estimate, and MFU."""
-    parts = [f"estimated {values['estimate_bytes'] / 1e9:.1f} GB"]
-    if place.peak:
+    """What stands beside memory and seconds: estimates, and MFU."""
+    parts = [f"estimated {values['estimate_bytes'] / 1e9:.1f} GB"] if "estimate_bytes" in values else []
+    parts += [f"--dry-run says {values['dry_run_s']:.3g} s"] if "dry_run_s" in values else []
+    if place.datasheet:
         flop_s = values["model_flop"] / statistics.median(values["seconds"])
-        values["mfu"] = flop_s / place.peak
+        values["mfu"] = flop_s / (1e12 * place.datasheet.tflops)
         parts.append(f"MFU {100 * values['mfu']:.1f} %")
     return parts
 
