@@ -136,6 +136,11 @@ class _WithoutGuard(TorchFunctionMode):
             return args[0] if args[0].is_contiguous(memory_format=layout) else args[0].clone(memory_format=layout)
         if func is torch.Tensor.__getitem__ and args[0].device.type == "cuda":
             return _indexed(args[0], args[1] if isinstance(args[1], tuple) else (args[1],))
+        if func is torch.Tensor.__setitem__ and args[0].device.type == "cuda":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in index):
+                self._gpu.wait("counts what a mask selects")
+            return None
         return func(*args, **kwargs)
 
 

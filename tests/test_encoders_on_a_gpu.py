@@ -9,22 +9,28 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import diffusers
 import pytest
 import torch
 from diffusers import AutoencoderKLQwenImage
 from PIL import Image
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from qie.devices import staged
 from qie.encode import Encoder, EncoderOptions
 from qie.encode.text import PromptEncoder
 from qie.encode.vae import VaeEncoder, _Still, without_time
-from qie.encode.vision import VisionTower
+from qie.encode.vision import VisionTower, add_deepstack
 from qie.families import FAMILIES
 from qie.pretrained import open_pretrained
 from qie.shards.tensors import store_together, to_storage
 from qie.types import Row
-from tests.conftest import ROOT
+from tests.conftest import AREA_PX, ROOT
 from tests.fake_cuda import GPU, FakeGpu, fake_gpu
 
 HALF = torch.bfloat16
@@ -121,3 +127,29 @@ def test_storage_rounds_on_the_gpu_and_copies_to_page_locked_memory_with_one_wai
     gpu.forget()
     store_together((values, "x"), (values[:6], "y"))
     assert len(gpu.to_host) == 2 and len(gpu.waits) == 1
+
+
+@pytest.mark.parametrize("controls", [0, 2])
+def test_a_row_of_qwen_image_21_is_encoded_on_the_gpu(controls: int, tiny_21: Path, gpu: FakeGpu) -> None:
+    pretrained = open_pretrained(str(tiny_21))
+    options = EncoderOptions(compute_dtype="bfloat16", areas_px=(AREA_PX,))
+    encoder = Encoder.open(pretrained, vae_device=GPU, text_device=GPU, options=options)
+    with torch.device("meta"):
+        config = diffusers.AutoencoderKLQwenImage21.load_config(tiny_21 / "vae")
+        still = _Still(diffusers.AutoencoderKLQwenImage21.from_config(config)).to(HALF).requires_grad_(False)
+        config = Qwen3VLConfig.from_pretrained(tiny_21 / "text_encoder")
+        model = Qwen3VLForConditionalGeneration(config).model.eval().to(HALF).requires_grad_(False)
+    vae = VaeEncoder(tiny_21 / "vae", torch.device("cpu"), HALF, pretrained.family.vae)
+    vae.device, vae._moments, vae._mean, vae._std = GPU, gpu.moved(still), vae._mean.to(GPU), vae._std.to(GPU)
+    text = PromptEncoder(pretrained, GPU, HALF)
+    model.language_model._deepstack_process, model.language_model.norm = add_deepstack, torch.nn.Identity()
+    text.__dict__["_model"] = gpu.moved(model)
+    encoder.__dict__ |= {"vae": vae, "text": text}
+    row = Row(0, "row", png(64, 48), tuple(png(48 + 16 * n, 64) for n in range(controls)), "make it night")
+    gpu.forget()
+    sample = encoder.encode(row)
+    stored = [sample.pixel_latent, *sample.control_latent, sample.prompt_embed, sample.empty_tail]
+    halves = [torch.float16] * (1 + controls) + [HALF] * 2
+    assert gpu.to_host == [(tensor.nbytes, dtype) for tensor, dtype in zip(stored, halves, strict=True)]
+    assert gpu.waits == ["store_together reads a value"] * (2 + controls)
+    assert not gpu.calls["conv3d"]

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qie.devices import sent, staged
-from qie.encode.vision import DeepTower, VisionTower
+from qie.encode.vision import DeepTower, VisionTower, add_deepstack
 from qie.errors import ModelError, RowError
 from qie.families import NULL_PROMPT, Family
 from qie.pretrained import PretrainedModel, loading
@@ -151,6 +151,8 @@ class PromptEncoder:
                 device_map={"": self.device},
             )
         model = whole.model.eval().requires_grad_(False)
+        if hasattr(model.language_model, "_deepstack_process"):
+            model.language_model._deepstack_process = add_deepstack
         if not self._family.final_norm:  # transformers 5 gives no hidden states from before it
             model.language_model.norm = torch.nn.Identity()
         return model

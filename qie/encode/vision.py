@@ -32,7 +32,12 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchEmbed
 from transformers.utils.generic import is_flash_attention_requested
-from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from qie.devices import sent
 
@@ -158,11 +163,34 @@ class DeepTower:
     def features(self, values: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
         """Embeddings of images' tokens, [tokens, D], and what each handing layer adds to them in the language model,
         from their patches' values and their grids, which are on the host."""
-        given = {"position_ids": sent(get_vision_position_ids(grids, self._tower.spatial_merge_size), self._device)}
-        if not is_flash_attention_requested(self._tower.config):
-            given["cu_seqlens"] = get_vision_cu_seqlens(grids)  # on the host, where transformers reads them
-        output = self._tower(values, grid_thw=sent(grids, self._device), **given)
+        tower = self._tower
+        if is_flash_attention_requested(tower.config):  # by the model's folder: it wants all on the GPU
+            output = tower(values, grid_thw=sent(grids, self._device))
+        else:
+            indices, weights = get_vision_interpolation_indices_and_weights(
+                grids,
+                num_grid_per_side=tower.num_grid_per_side,
+                mode=tower.interpolation_mode,
+                align_corners=tower.interpolation_align_corners,
+                spatial_merge_size=tower.spatial_merge_size,
+            )
+            output = tower(
+                values,
+                grid_thw=grids,
+                position_ids=sent(get_vision_position_ids(grids, tower.spatial_merge_size), self._device),
+                interp_indices=sent(indices, self._device),
+                interp_weights=sent(weights, self._device),
+                cu_seqlens=get_vision_cu_seqlens(grids),  # on the host, where transformers reads them
+            )
         return [output.pooler_output, *output.deepstack_features]
+
+
+def add_deepstack(hidden: torch.Tensor, is_image: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Hidden states [B, L, D] with features [tokens, D] added where `is_image`, [B, L], says so.
+
+    As `_deepstack_process` of transformers' Qwen3VLTextModel, which has the host wait for a GPU to count the tokens.
+    """
+    return hidden + torch.zeros_like(hidden).masked_scatter(is_image[..., None], features.to(hidden.dtype))
 
 
 class VisionTower:
