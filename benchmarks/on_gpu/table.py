@@ -118,7 +118,9 @@ def _ceilings() -> list[Measurement]:
 
 
 def _checks() -> list[Measurement]:
-    found = [Measurement(f"check {kind}", 1, "check.plain", (kind,)) for kind in ("one", "four", "three controls")]
+    found = [
+        Measurement(f"check plain {kind}", 1, "check.plain", (kind,)) for kind in ("one", "four", "three controls")
+    ]
     for name, option in OPTIONS.items():
         limit_s = 120 if COMPILE in option.settings else 60
         alone = "train.deterministic" in option.settings
@@ -186,7 +188,9 @@ def _all() -> dict[str, Measurement]:
     found = [Measurement("machine", 0, "step.machine"), *_ceilings(), *_checks(), *_steps(), *_encoding()]
     found += [*_exactness(), *_small_cards()]
     found.sort(key=lambda one: (FIRST.index(one.name) if one.name in FIRST else len(FIRST), one.section))
-    return {one.name: one for one in found}
+    named = {one.name: one for one in found}
+    assert len(named) == len(found), "two measurements have one name"
+    return named
 
 
 MEASUREMENTS = _all()
