@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import vision_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionPatchEmbed,
@@ -34,7 +35,6 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionPatchEmb
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
-    get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
     get_vision_window_index,
 )
@@ -164,10 +164,12 @@ class DeepTower:
         """Embeddings of images' tokens, [tokens, D], and what each handing layer adds to them in the language model,
         from their patches' values and their grids, which are on the host."""
         tower = self._tower
-        if is_flash_attention_requested(tower.config):  # by the model's folder: it wants all on the GPU
+        interpolation = getattr(vision_utils, "get_vision_interpolation_indices_and_weights", None)
+        # Flash attention, by the model's folder, wants all on the GPU; an older transformers computes it there.
+        if interpolation is None or is_flash_attention_requested(tower.config):
             output = tower(values, grid_thw=sent(grids, self._device))
         else:
-            indices, weights = get_vision_interpolation_indices_and_weights(
+            indices, weights = interpolation(
                 grids,
                 num_grid_per_side=tower.num_grid_per_side,
                 mode=tower.interpolation_mode,
