@@ -77,6 +77,7 @@ def step_flops(
     all_trained: bool,
     checkpointed_blocks: int = 0,
     keeping_attention: int = 0,
+    target_tokens: int | None = None,
 ) -> Flops:
     """Count the operations of a training step on one sample.
 
@@ -92,18 +93,28 @@ def step_flops(
         all_trained: all weights are trained, not an adapter on frozen ones.
         checkpointed_blocks: how many blocks are recomputed in the backward pass.
         keeping_attention: so many of them but for their attention.
+        target_tokens: those of the image tokens that are predicted: the last block computes keys and values of the
+            other tokens, and nothing else. None: all are predicted, and the last block's text is computed.
     """
     width, tokens = architecture.width, image_tokens + text_tokens
-    layers = 2 * 12 * width**2 * tokens * architecture.blocks
-    attention = 4 * tokens**2 * width * architecture.blocks
+    blocks, all_attention = architecture.blocks, 4 * tokens**2 * width
+    every_layer = 2 * 12 * width**2 * tokens
+    # Queries, the output of attention and the MLP: 1, 1 and 8 d² of a stream's 12 d².
+    unread = 0 if target_tokens is None else tokens - target_tokens
+    unread_layers, unread_attention = 2 * 10 * width**2 * unread, 4 * tokens * unread * width
+    layers, attention = every_layer * blocks - unread_layers, all_attention * blocks - unread_attention
     # Once for a sample, and without a gradient unless it is trained: each block's shifts, scales and gates.
-    modulation = 2 * 12 * width**2 * architecture.blocks
-    ends = 2 * width * (image_tokens * (architecture.in_channels + architecture.out_channels))
+    modulation = 2 * 12 * width**2 * blocks
+    predicted = image_tokens if target_tokens is None else target_tokens
+    ends = 2 * width * (image_tokens * architecture.in_channels + predicted * architecture.out_channels)
     ends += 2 * width * text_tokens * architecture.text_width
     forward = layers + attention + modulation + ends
     backward = layers + 2 * attention + ends + (layers + 2 * modulation + ends if all_trained else 0)
-    recomputed = (layers + attention + modulation) * checkpointed_blocks / architecture.blocks
-    recomputed -= attention * keeping_attention / architecture.blocks
+    recomputed = (every_layer + all_attention + modulation / blocks) * checkpointed_blocks
+    recomputed -= all_attention * keeping_attention
+    # The last block is the first that is not recomputed.
+    recomputed -= unread_layers + unread_attention if checkpointed_blocks == blocks else 0
+    recomputed += unread_attention if keeping_attention == blocks else 0
     return Flops(float(forward), float(backward), float(recomputed))
 
 

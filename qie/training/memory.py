@@ -261,8 +261,7 @@ def kept_bytes(setup: Setup) -> float:
     attention; the MLP's 4 d before its activation. Frozen linear layers keep nothing of their input, adapters keep it.
     If all weights are trained: the inputs of query, key and value (with autocast a copy each), of the MLP's layers and
     of the norms' scales; the normalised values, for the modulation; and the values that both gates multiply; autocast
-    makes LayerNorms float32, and float32 scales the queries and keys. With zero_cond_t, an image token's own scales and
-    gates.
+    makes LayerNorms float32, and float32 scales the queries and keys.
     """
     value, width, parameters = setup.value_bytes, setup.architecture.width, setup.parameters
     of_queries = 2 * (4 if value == 4 else value + 4)
@@ -277,8 +276,6 @@ def kept_bytes(setup: Setup) -> float:
     if setup.batch_size > 1:
         outputs = (width, width) if setup.all_trained else (parameters.image_outputs, parameters.text_outputs)
         kept += value * (outputs[0] * setup.image_tokens + outputs[1] * setup.text_tokens)
-    if setup.architecture.zero_cond_t:
-        kept += 4 * value * width * setup.image_tokens
     return float(kept * setup.batch_size)
 
 

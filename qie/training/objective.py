@@ -18,6 +18,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from torch.nn.functional import huber_loss, mse_loss, pad
 
 from qie.config import LossConfig
+from qie.training.model.training_forward import predict_target
 from qie.types import Batch
 
 _VALIDATION = -1  # the step whose noise a validation takes: training has no such step
@@ -297,27 +298,20 @@ def drop_controls(control_latent: tuple[torch.Tensor, ...], dropped: torch.Tenso
     return tuple(latent.masked_fill(dropped, 0) for latent in control_latent)
 
 
-def drop_captions(batch: Batch, dropped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Prompt embeddings [B, L', D] and their mask with the null prompt in place of the dropped ones. Controls stay."""
+def drop_captions(batch: Batch, dropped: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Prompt embeddings [B, L', D] and their lengths, the null prompt in place of the dropped ones. Controls stay."""
     if not bool(dropped.any()):
-        return batch.prompt_embed, batch.prompt_embeds_mask
+        return batch.prompt_embed, batch.prompt_lengths
     if bool(dropped.all()):
-        return batch.empty_prompt_embed, batch.empty_prompt_embeds_mask
-    length = max(batch.prompt_embed.shape[1], batch.empty_prompt_embed.shape[1])
-    prompt, prompt_mask = _padded(batch.prompt_embed, batch.prompt_embeds_mask, length)
-    empty, empty_mask = _padded(batch.empty_prompt_embed, batch.empty_prompt_embeds_mask, length)
-    lengths = zip(dropped.tolist(), batch.prompt_lengths, batch.empty_lengths, strict=True)
-    padded = any((of_empty if drop else own) < length for drop, own, of_empty in lengths)
+        return batch.empty_prompt_embed, batch.empty_lengths
+    chosen = zip(dropped.tolist(), batch.prompt_lengths, batch.empty_lengths, strict=True)
+    lengths = tuple(of_empty if drop else own for drop, own, of_empty in chosen)
+    longest = max(batch.prompt_embed.shape[1], batch.empty_prompt_embed.shape[1])
+    prompt, empty = (
+        pad(embeds, (0, 0, 0, longest - embeds.shape[1])) for embeds in (batch.prompt_embed, batch.empty_prompt_embed)
+    )
     dropped = dropped.to(prompt.device, non_blocking=True)
-    embeds = torch.where(dropped[:, None, None], empty, prompt)
-    mask = torch.where(dropped[:, None], empty_mask, prompt_mask)
-    return embeds, mask if padded else None
-
-
-def _padded(embeds: torch.Tensor, mask: torch.Tensor | None, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    missing = length - embeds.shape[1]
-    mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device) if mask is None else mask
-    return pad(embeds, (0, 0, 0, missing)), pad(mask, (0, missing))
+    return torch.where(dropped[:, None, None], empty, prompt)[:, : max(lengths)], lengths
 
 
 # The model, called as the pipelines of diffusers call it
@@ -329,24 +323,18 @@ def velocity(
     sigmas: torch.Tensor,
     batch: Batch,
     prompt_embed: torch.Tensor,
-    prompt_embeds_mask: torch.Tensor | None,
+    prompt_lengths: Sequence[int],
 ) -> torch.Tensor:
     """The model's prediction of ε − x₀ for a noisy target, [B, C, 1, H, W].
 
     The controls' tokens follow the target's, and their predictions are dropped, as in diffusers' pipelines.
     σ itself is the timestep: the factor 1000 is inside the model.
     """
-    packed = [pack(noisy), *(pack(control) for control in batch.control_latent)]
-    grid = [(1, latent.shape[-2] // 2, latent.shape[-1] // 2) for latent in (noisy, *batch.control_latent)]
-    predicted = transformer(
-        hidden_states=torch.cat(packed, dim=1),
-        timestep=sigmas,
-        encoder_hidden_states=prompt_embed,
-        encoder_hidden_states_mask=prompt_embeds_mask,
-        img_shapes=[grid] * len(batch),
-        return_dict=False,
-    )[0]
-    return unpack(predicted[:, : packed[0].shape[1]], noisy.shape[-2], noisy.shape[-1])
+    latents = (noisy, *batch.control_latent)
+    tokens = torch.cat([pack(latent) for latent in latents], dim=1)
+    grids = [(1, latent.shape[-2] // 2, latent.shape[-1] // 2) for latent in latents]
+    predicted = predict_target(transformer, tokens, sigmas, prompt_embed, prompt_lengths, grids)
+    return unpack(predicted, noisy.shape[-2], noisy.shape[-1])
 
 
 def pack(latent: torch.Tensor) -> torch.Tensor:

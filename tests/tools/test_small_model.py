@@ -90,7 +90,7 @@ def test_at_its_start_the_transformer_copies_the_control(tools: Any, monkeypatch
             return 2
 
     with torch.no_grad():
-        found = velocity(model, noise, torch.ones(2), Batch(), prompt, None)  # type: ignore[arg-type]
+        found = velocity(model, noise, torch.ones(2), Batch(), prompt, (7, 7))  # type: ignore[arg-type]
     assert (found - (noise - control)).square().mean() < 0.3  # of 2, were it to give zeros
 
 

@@ -53,4 +53,4 @@ def one_batch(photos: Path, encoder, count: int = 1, dtype: torch.dtype = torch.
 def call(transformer, batch):
     sigmas = torch.full((len(batch),), 0.5, dtype=batch.pixel_latent.dtype)
     with torch.no_grad():
-        return velocity(transformer, batch.pixel_latent, sigmas, batch, batch.prompt_embed, batch.prompt_embeds_mask)
+        return velocity(transformer, batch.pixel_latent, sigmas, batch, batch.prompt_embed, batch.prompt_lengths)

@@ -90,7 +90,7 @@ class Case:
     train.gradient_checkpointing=auto has one, it decides what is kept."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    blocks: int = 2
+    blocks: int = 3
     controls: tuple[int, ...] = (1024,)
     size: int = 1024
     text_tokens: tuple[int, ...] = (1408,)
@@ -366,6 +366,7 @@ def estimated(found: Measured, setup: Setup, case: Case) -> Measured:
         setup.image_tokens,
         setup.text_tokens,
         all_trained=setup.all_trained,
+        target_tokens=(case.size // 16) ** 2,
         checkpointed_blocks=len(setup.checkpointed),
         keeping_attention=len(setup.keeping_attention),
     )

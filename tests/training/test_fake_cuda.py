@@ -48,9 +48,6 @@ CASES = {
 pytestmark = pytest.mark.timeout(2000)  # the first test waits for all steps, which take minutes where others compute
 CONTEXT = 1 << 30  # of CUDA, which no tensor takes
 LOSS = ["_to_copy to cpu: sharding.whole of run._clip", "_to_copy to cpu: run.training_step"]
-# diffusers' own, at the beginning of a forward pass: the device has little to do then but the optimizer's step.
-MASK = "_to_copy to cuda: transformer_qwenimage.compute_text_seq_len_from_mask of transformer_qwenimage.forward"
-PLACES = "tensor: transformer_qwenimage.forward of peft_utils.wrapper"
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +69,8 @@ def at_sixty(pair: tuple[Measured, Measured], number: Callable[[Measured], float
 
 
 def test_the_host_waits_for_the_device_only_to_read_the_loss_and_the_norm_of_its_gradient(steps) -> None:
-    expected = {
-        name: ([PLACES] if "plus" in name else []) + ([MASK] if "four" in name else []) + LOSS for name in CASES
-    }
-    for found in zip(*steps.values(), strict=True):
-        assert {name: step.syncs for name, step in zip(CASES, found, strict=True)} == expected
+    for name, pair in steps.items():
+        assert [found.syncs for found in pair] == [LOSS, LOSS], name
 
 
 def test_blocks_hand_on_bfloat16_and_the_loss_is_float32(steps) -> None:
@@ -103,7 +97,7 @@ def test_a_step_takes_as_much_memory_as_qie_estimates(steps) -> None:
         return sum(found.estimated[part] for part in parts) - CONTEXT
 
     taken = {name: at_sixty(pair, lambda found: found.peak) for name, pair in steps.items()}
-    assert {name: at_sixty(pair, told) for name, pair in steps.items()} == pytest.approx(taken, rel=0.02)
+    assert {name: at_sixty(pair, told) for name, pair in steps.items()} == pytest.approx(taken, rel=0.05)
 
 
 def test_a_model_is_loaded_without_taking_more_than_it_will_and_some_copies_of_a_layer(steps) -> None:

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qie.training.flops import Architecture, peak_flops, step_flops
 from qie.training.model.blocks import checkpoint_activations
-from tests.training.small import IMAGE_TOKENS, inputs, small_config, small_transformer
+from qie.training.model.training_forward import predict_target, use_training_forward
+from tests.training.small import GRIDS, IMAGE_TOKENS, inputs, small_config, small_transformer
 
 REAL = Architecture(60, 24, 128, 64, 64, 3584)
 
@@ -41,6 +42,24 @@ def test_torch_counts_the_same(all_trained: bool, every: int, again: int) -> Non
     _, more = counted(transformer, inputs(batch=1, text_tokens=60))
     # Recomputing ends when all that is needed was computed: each block's last products are not.
     assert flops.recomputed == pytest.approx(more - backward, rel=0.2)
+
+
+def test_torch_counts_the_same_where_the_target_alone_is_predicted() -> None:
+    """A LoRA's base, without the adapter."""
+    transformer = small_transformer(lora=False).requires_grad_(False)
+    use_training_forward(transformer)
+    given = inputs(batch=1, text_tokens=60)
+    tokens, text = (given[name].requires_grad_(True) for name in ("hidden_states", "encoder_hidden_states"))
+    with attention_backend("_native_math"), FlopCounterMode(display=False) as forward:
+        found = predict_target(transformer, tokens, given["timestep"], text, [60], GRIDS)
+    with FlopCounterMode(display=False) as backward:
+        found.sum().backward()
+    target = GRIDS[0][1] * GRIDS[0][2]
+    assert found.shape[1] == target
+    architecture = Architecture.of(transformer.config)
+    flops = step_flops(architecture, IMAGE_TOKENS, 60, all_trained=False, target_tokens=target)
+    assert flops.forward == pytest.approx(forward.get_total_flops(), rel=0.01)
+    assert flops.backward == pytest.approx(backward.get_total_flops(), rel=0.01)
 
 
 def test_the_released_model_costs_what_torch_counts_for_it() -> None:

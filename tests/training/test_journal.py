@@ -218,8 +218,8 @@ def test_mfu_is_the_model_s_flops_per_second_against_the_peak(
         for batch in batches[2 * number : 2 * number + 2]:
             height, width = batch.pixel_latent.shape[-2:]
             (control,) = batch.control_latent
-            tokens = (height // 2) * (width // 2) + (control.shape[-2] // 2) * (control.shape[-1] // 2)
-            text = batch.prompt_embed.shape[1]
-            flops += 2 * step_flops(architecture, tokens, text, all_trained=all_trained).model
+            target, controls = (height // 2) * (width // 2), (control.shape[-2] // 2) * (control.shape[-1] // 2)
+            sizes = (target + controls, batch.prompt_embed.shape[1])
+            flops += 2 * step_flops(architecture, *sizes, all_trained=all_trained, target_tokens=target).model
         assert line["mfu"] == pytest.approx(flops / line["step_time_s"] / 0.5e12, rel=1e-9)
         assert line["mfu"] > 0

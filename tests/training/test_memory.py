@@ -35,8 +35,9 @@ from qie.training.memory import (
 from qie.training.model.blocks import NOTHING_KEPT, KeptActivations, checkpoint_activations
 from qie.training.model.load import empty_transformer
 from qie.training.model.lora import round_adapters
+from qie.training.model.training_forward import predict_target, use_training_forward
 from tests.conftest import ROOT
-from tests.training.small import IMAGE_TOKENS, LORA_TARGETS, inputs, small_transformer
+from tests.training.small import GRIDS, IMAGE_TOKENS, LORA_TARGETS, inputs, small_transformer
 
 RELEASED = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 3584}
 TEXT_TOKENS = 60
@@ -113,15 +114,14 @@ def kept_by_autograd(transformer, dtype: torch.dtype) -> int:
     for module in transformer.modules():
         if isinstance(module, torch.nn.LayerNorm) and autocast:
             module.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
-    given = {
-        name: value.to(dtype) if isinstance(value, torch.Tensor) else value
-        for name, value in inputs(batch=1, text_tokens=TEXT_TOKENS).items()
-    }
+    use_training_forward(transformer)
+    given = inputs(batch=1, text_tokens=TEXT_TOKENS)
+    image, times, text = (given[name].to(dtype) for name in ("hidden_states", "timestep", "encoder_hidden_states"))
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value),
     ):
-        transformer(**given)
+        predict_target(transformer, image, times, text, [TEXT_TOKENS], GRIDS)
     return sum(size for size, _ in kept.values())
 
 

@@ -356,19 +356,18 @@ def test_each_sample_keeps_exactly_the_tokens_of_its_own_prompt_or_null_prompt(
     prompts: list[int], empties: list[int], dropped: list[int]
 ) -> None:
     whole = batch(prompts, empties)
-    embeds, mask = drop_captions(whole, torch.tensor(dropped, dtype=torch.bool))
+    embeds, lengths = drop_captions(whole, torch.tensor(dropped, dtype=torch.bool))
+    assert embeds.shape[1] == max(lengths)
     for number, drop in enumerate(dropped):
         length = empties[number] if drop else prompts[number]
         source = whole.empty_prompt_embed if drop else whole.prompt_embed
-        attended = torch.ones(embeds.shape[1], dtype=torch.bool) if mask is None else mask[number]
-        assert attended.tolist() == [True] * length + [False] * (embeds.shape[1] - length)
+        assert lengths[number] == length
         assert torch.equal(embeds[number, :length], source[number, :length])
         assert (embeds[number, length:] == 0).all()
-    assert mask is None or not bool(mask.all()), "attention is faster without a mask that masks nothing"
     if not any(dropped):
-        assert embeds is whole.prompt_embed and mask is whole.prompt_embeds_mask, "nothing is copied"
+        assert embeds is whole.prompt_embed, "nothing is copied"
     if all(dropped):
-        assert embeds is whole.empty_prompt_embed and mask is whole.empty_prompt_embeds_mask
+        assert embeds is whole.empty_prompt_embed
 
 
 def test_dropping_leaves_the_batch_as_it_was_and_keeps_its_precision() -> None:
@@ -593,9 +592,13 @@ def test_a_sample_without_controls_is_one_whose_controls_are_zeros_and_keeps_its
 
 
 @contextmanager
-def without_prompt_mask(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_prompt_lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def padded(*arguments: Any) -> torch.Tensor:
+        *others, prompt, _ = arguments
+        return velocity(*others, prompt, prompt.shape[1:2] * len(prompt))
+
     with monkeypatch.context() as patched:
-        patched.setattr(objective, "velocity", lambda *arguments: velocity(*arguments[:-1], None))
+        patched.setattr(objective, "velocity", padded)
         yield
 
 
@@ -620,11 +623,11 @@ def test_padding_does_not_leak_a_batch_has_the_mean_of_its_samples_losses(
         assert_close(together, alone, rtol=TOLERANCE, atol=0)
         assert_close(made.loss(model, batch_of(*samples), number), alone.mean(), rtol=TOLERANCE, atol=0)
         changed = [made.losses(model, batch_of(*map(with_another_last_token, samples)), draws).loss]
-        with without_prompt_mask(monkeypatch):
+        with without_prompt_lengths(monkeypatch):
             changed.append(made.losses(model, batch_of(*samples), draws).loss)
     token, leak = (((each - alone) / alone).abs() for each in changed)
     assert token.min() > 1000 * TOLERANCE, "one token of a prompt has no effect"
-    assert leak.max() > 1000 * TOLERANCE, "padding has no effect without a mask either"
+    assert leak.max() > 1000 * TOLERANCE, "padding has no effect where it is read"
 
 
 # Validation
@@ -703,7 +706,7 @@ def test_velocity_is_bit_for_bit_what_the_released_pipeline_computes_in_each_ste
         assert len(controls) == 2
         batch = replace(batch_of(sample(0)), control_latent=tuple(controls))
         with torch.no_grad():
-            found = velocity(plus, noisy, asked["timestep"], batch, embeds, None)
+            found = velocity(plus, noisy, asked["timestep"], batch, embeds, [11])
             assert_close(asked["timestep"], scheduler.sigmas[number : number + 1], rtol=1e-6, atol=0)
         # The same weights, shapes and kernels, and no mask in either.
         assert asked["encoder_hidden_states_mask"] is None

@@ -6,8 +6,8 @@ import math
 import mmap
 import re
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -149,8 +149,19 @@ class _AroundAttention(TorchFunctionMode):
         self._mode = mode
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self._mode if _is_attention(function) else nullcontext():
+        with _entered(self._mode) if _is_attention(function) else nullcontext():
             return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _entered(mode: TorchDispatchMode) -> Iterator[None]:
+    """Not by the mode's own `__enter__`, which forgets the calls that it has counted: a block may have several, one for
+    each sample of a batch."""
+    TorchDispatchMode.__enter__(mode)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 @cache

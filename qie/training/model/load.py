@@ -43,7 +43,7 @@ def load_transformer(
         dtype: of the weights; a quantised layer computes in it.
         quantize: how the blocks' linear layers are stored, see `quantize_blocks`.
         attention_backend: a backend of diffusers that can be trained with; None leaves the choice to diffusers, which
-            has one for the whole process. Some, such as flash, take no mask: with them a batch is one sample.
+            has one for the whole process.
         device: the blocks' linear layers are quantised there, and stay there.
         offload_blocks: but for those of so many blocks, which will be offloaded.
         fp8_compute: layers that are quantised to fp8 also compute in it.

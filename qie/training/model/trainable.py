@@ -35,6 +35,7 @@ from qie.training.model.lora import (
     save_adapter,
 )
 from qie.training.model.sharding import all_whole, fill, not_finite, require_finite, reshard_weights
+from qie.training.model.training_forward import use_training_forward
 
 TRAINED, EMA = "trained", "ema"
 """The groups of tensors in a checkpoint: the trained weights, and in a folder `ema` their averages, laid out alike."""
@@ -79,6 +80,7 @@ class TrainableModel:
             if self._lora
             else _all_trained(pretrained, config, weights)
         )
+        use_training_forward(self.transformer)
         checkpoint_activations(
             self.transformer,
             section.checkpointed_every,

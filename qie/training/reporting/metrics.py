@@ -107,8 +107,14 @@ class Speed:
     def flops(self, batch: Batch) -> float:
         """Of a training step on a batch; recomputed activations do not count."""
         latents = (batch.pixel_latent, *batch.control_latent)
-        tokens = sum(latent.shape[-2] * latent.shape[-1] // 4 for latent in latents)
-        of_one = step_flops(self.architecture, tokens, batch.prompt_embed.shape[1], all_trained=self.all_trained)
+        target, *controls = (latent.shape[-2] * latent.shape[-1] // 4 for latent in latents)
+        of_one = step_flops(
+            self.architecture,
+            target + sum(controls),
+            batch.prompt_embed.shape[1],
+            all_trained=self.all_trained,
+            target_tokens=target,
+        )
         return len(batch) * of_one.model
 
     def mfu(self, flops: float, seconds: float) -> float | None:
