@@ -109,12 +109,20 @@ class Bench:
         pretrained = open_pretrained(str(self.model))
         return Encoder.open(pretrained, vae_device=self.device, text_device=self.device, options=options)
 
-    def flops(self, checkpointing: bool) -> Flops:
-        """Of a step, as `qie.training.reporting.metrics` counts them."""
+    def flops(self, checkpointing: bool, *, plain: bool = False) -> Flops:
+        """Of a step, as `qie.training.reporting.metrics` counts them. A plain loop computes the last block of all
+        tokens, as diffusers does."""
         lengths = open_stream([self.folder / "shards"]).samples.columns.lengths
         blocks = self.architecture.blocks if checkpointing else 0
-        tokens = 2 * (self.size.side_px // 16) ** 2
-        return step_flops(self.architecture, tokens, int(lengths.max()), all_trained=False, checkpointed_blocks=blocks)
+        target = (self.size.side_px // 16) ** 2
+        return step_flops(
+            self.architecture,
+            2 * target,
+            int(lengths.max()),
+            all_trained=False,
+            checkpointed_blocks=blocks,
+            target_tokens=None if plain else target,
+        )
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def measure(variant: Variant, measured: Measured, bench: Bench) -> None:
                 synchronize()
                 took = time.perf_counter() - started
                 if variant.loop == "plain" and bench.peak:
-                    mfu = bench.flops(False).model / took / bench.peak
+                    mfu = bench.flops(False, plain=True).model / took / bench.peak
                 measured.seconds.append(took)
                 measured.mfu.append(mfu)
             if gpu:

@@ -77,8 +77,10 @@ def training(side_px: int, checkpointing: bool) -> Flops:
     with torch.device("meta"):
         architecture = Architecture.of(_transformer_config())
     blocks = architecture.blocks if checkpointing else 0
-    images, text = 2 * (side_px // 16) ** 2, prompt_tokens(side_px)
-    return step_flops(architecture, images, text, all_trained=False, checkpointed_blocks=blocks)
+    target, text = (side_px // 16) ** 2, prompt_tokens(side_px)
+    return step_flops(
+        architecture, 2 * target, text, all_trained=False, checkpointed_blocks=blocks, target_tokens=target
+    )
 
 
 def encoder_bytes() -> tuple[int, int]:
@@ -95,6 +97,7 @@ def step_memory(side_px: int, quantize: Quantization | None, checkpointing: bool
         _parameters(),
         2 * (side_px // 16) ** 2,
         prompt_tokens(side_px),
+        target_tokens=(side_px // 16) ** 2,
         quantize=quantize,
         gradient_checkpointing=int(checkpointing),
     )

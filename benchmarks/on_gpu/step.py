@@ -52,7 +52,7 @@ def _driver() -> str:
 def plain(place: Place) -> Found:
     bench = place.bench(Option())
     with plain_loop(bench, live=False) as step:
-        values = timed(step, place) | {"model_flop": bench.flops(False).model}
+        values = timed(step, place) | {"model_flop": bench.flops(False, plain=True).model}
     return Found([row("step plain", "plain loop of diffusers and peft", values, told(values, place))], values)
 
 
@@ -95,7 +95,8 @@ def expected_of(setup: Setup, place: Place) -> dict[str, float]:
     Raises:
         MemoryError: the GPU has much less memory than that.
     """
-    flops = step_flops(setup.architecture, setup.image_tokens, setup.text_tokens, all_trained=False)
+    tokens = setup.image_tokens, setup.text_tokens
+    flops = step_flops(setup.architecture, *tokens, all_trained=False, target_tokens=setup.target_tokens)
     total = estimate(setup).total
     if place.gpu and total > 1.1 * (held := torch.cuda.get_device_properties(place.device).total_memory):
         raise MemoryError(f"left out: by the estimate it takes {total / 1e9:.1f} GB, and the GPU has {held / 1e9:.1f}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -16,6 +17,7 @@ from qie.quantities import human_bytes, human_time
 from qie.training.datasheets import Datasheet, find_datasheet, named_datasheet
 from qie.training.memory import (
     Setup,
+    Tokens,
     advice,
     estimate,
     fill_memory,
@@ -169,24 +171,29 @@ def forecast(
     batches, steps, samples = config.train.gradient_accumulation_steps, config.train.max_steps, None
     mean = setup
     if stream is not None:
-        columns = stream.samples.columns
-        samples = len(columns) - int(stream.held_out.sum())
-        sizes = [image_tokens(shape) for shape in columns.shape_names]
-        images = sum(sizes[number] for number in columns.shapes) / max(len(columns), 1)
-        mean = replace(setup, image_tokens=round(images), text_tokens=round(float(columns.lengths.mean())))
+        samples = len(stream.samples.columns) - int(stream.held_out.sum())
+        image, target, text = _mean(stream)
+        mean = replace(setup, image_tokens=image, text_tokens=text, target_tokens=target)
         if config.train.epochs is not None:
             steps = -(-count_batches(stream, config.train.epochs) // batches)
     return Forecast(setup, mean, samples, steps, batches, place)
 
 
-def _assumed(config: Config, pretrained: PretrainedModel) -> tuple[int, int]:
-    """Tokens of the images and of the text of a sample with one control, as large as the configuration allows."""
+def _mean(stream: Stream) -> Tokens:
+    columns = stream.samples.columns
+    sizes = np.array([image_tokens(shape) for shape in columns.shape_names])
+    image, target = sizes[columns.shapes].mean(axis=0)
+    return Tokens(round(image), round(target), round(float(columns.lengths.mean())))
+
+
+def _assumed(config: Config, pretrained: PretrainedModel) -> Tokens:
+    """Those of a sample with one control, as large as the configuration allows."""
     data, family = config.data, pretrained.family
     area = data.area_px or family.area_px
     areas = [width * height for width, height in data.buckets_px] or (area if isinstance(area, list) else [area])
     # A token of the transformer is 16×16 pixels, one of Qwen2.5-VL 28×28.
     read = data.text_area_px or family.text_area_px or max(areas)
-    return 2 * max(areas) // 256, read // 784 + _PROMPT_TOKENS
+    return Tokens(2 * max(areas) // 256, max(areas) // 256, read // 784 + _PROMPT_TOKENS)
 
 
 def _gpu(

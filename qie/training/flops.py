@@ -57,11 +57,15 @@ class Flops:
     Attributes:
         forward, backward: the model's own work.
         recomputed: the forward pass of checkpointed blocks once more, as far as nothing of it is kept.
+        attention, attention_recomputed: of forward and of recomputed what attention takes; of backward it takes twice
+            as much as of forward.
     """
 
     forward: float
     backward: float
     recomputed: float
+    attention: float
+    attention_recomputed: float
 
     @property
     def model(self) -> float:
@@ -110,12 +114,12 @@ def step_flops(
     ends += 2 * width * text_tokens * architecture.text_width
     forward = layers + attention + modulation + ends
     backward = layers + 2 * attention + ends + (layers + 2 * modulation + ends if all_trained else 0)
-    recomputed = (every_layer + all_attention + modulation / blocks) * checkpointed_blocks
-    recomputed -= all_attention * keeping_attention
-    # The last block is the first that is not recomputed.
-    recomputed -= unread_layers + unread_attention if checkpointed_blocks == blocks else 0
-    recomputed += unread_attention if keeping_attention == blocks else 0
-    return Flops(float(forward), float(backward), float(recomputed))
+    recomputed = (every_layer + modulation / blocks) * checkpointed_blocks
+    again = all_attention * (checkpointed_blocks - keeping_attention)
+    if checkpointed_blocks == blocks:  # the last block is the first that is not recomputed, and that keeps attention
+        recomputed -= unread_layers
+        again -= 0 if keeping_attention else unread_attention
+    return Flops(float(forward), float(backward), float(recomputed + again), float(attention), float(again))
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

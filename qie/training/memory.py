@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -36,6 +36,8 @@ _RESTORED_BYTES: dict[Quantization, int] = {"fp8": 10, "int8": 6, "nf4": 2}
 # State of a trained weight, in copies of it, by the name of the optimizer's class; an unknown one counts as AdamW.
 _STATES = {"SGD": 1, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0, "Muon": 1, "Prodigy": 4}
 _CONTEXT_BYTES = 1 << 30
+# Of what a block keeps, keys, values and the inputs they come from; and of its matrices the text's MLP.
+_KEYS, _TEXT_MLP = 0.4, 8 / 36
 # torch's own kernels: what others call, and how, is theirs to change.
 _FUSED = None, "native", "_native_cudnn", "_native_efficient", "_native_flash"
 _RESERVE = 0.1
@@ -110,6 +112,7 @@ class Setup:
     Attributes:
         image_tokens: target and controls of the largest sample, 16×16 pixels a token.
         text_tokens: the longest prompt, as Qwen2.5-VL gives it.
+        target_tokens: those of the image tokens that are the target's, see `step_flops`.
         batch_size: per process.
         value_bytes: 2 or 4 for a number in a computation, and for a frozen weight that is not quantised.
         fp8_compute: most layers that are quantised to fp8 compute in it, too; memory does not depend on it.
@@ -126,6 +129,7 @@ class Setup:
     parameters: Parameters
     image_tokens: int
     text_tokens: int
+    target_tokens: int | None = None
     batch_size: int = 1
     value_bytes: int = 2
     quantize: Quantization | None = None
@@ -169,19 +173,28 @@ def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, acc
     return setup_of(config, pretrained, largest(stream), accelerator)
 
 
-def largest(stream: Stream) -> tuple[int, int]:
-    """The most image tokens of a sample of a stream, and the most text tokens."""
+class Tokens(NamedTuple):
+    """How many a sample has; `image` are those of target and controls."""
+
+    image: int
+    target: int
+    text: int
+
+
+def largest(stream: Stream) -> Tokens:
+    """Those of the sample of a stream with the most image tokens, and of the longest text."""
     columns = stream.samples.columns
-    return max(map(image_tokens, columns.shape_names), default=0), int(columns.lengths.max(initial=0))
+    return Tokens(*max(map(image_tokens, columns.shape_names), default=(0, 0)), int(columns.lengths.max(initial=0)))
 
 
-def image_tokens(shape: Shape) -> int:
-    """Tokens of target and controls: patches of 2×2 latents."""
-    return sum(height * width // 4 for height, width in (shape.target, *shape.controls))
+def image_tokens(shape: Shape) -> tuple[int, int]:
+    """Tokens of target and controls, and of the target alone: patches of 2×2 latents."""
+    target, *controls = (height * width // 4 for height, width in (shape.target, *shape.controls))
+    return target + sum(controls), target
 
 
-def setup_of(config: Config, pretrained: PretrainedModel, tokens: tuple[int, int], accelerator: Accelerator) -> Setup:
-    """What `plan_memory` gives, for samples of at most so many image and text tokens.
+def setup_of(config: Config, pretrained: PretrainedModel, tokens: Tokens, accelerator: Accelerator) -> Setup:
+    """What `plan_memory` gives, for samples of at most so many tokens.
 
     Raises:
         ConfigError: the adapter does not fit the transformer, or FSDP cannot spread its weights.
@@ -203,8 +216,9 @@ def setup_of(config: Config, pretrained: PretrainedModel, tokens: tuple[int, int
     return Setup(
         Architecture.of(transformer.config),
         Parameters.of(transformer),
-        image_tokens=tokens[0],
-        text_tokens=tokens[1],
+        image_tokens=tokens.image,
+        text_tokens=tokens.text,
+        target_tokens=tokens.target,
         batch_size=config.data.batch_size,
         value_bytes=2 if section.mixed_precision == "bf16" else 4,
         quantize=model.quantize,
@@ -300,10 +314,14 @@ def _activations(setup: Setup) -> list[float]:
     what it has recomputed. Those of blocks after it are freed."""
     tokens = setup.batch_size * (setup.image_tokens + setup.text_tokens)
     inputs = tokens * setup.architecture.width * setup.value_bytes
-    whole, attention = kept_bytes(setup), attention_bytes(setup)
+    whole, attention = kept_bytes(setup), float(attention_bytes(setup))
     checkpointed, keeping = set(setup.checkpointed), set(setup.keeping_attention)
     found, kept = [], 0.0
     for number in range(setup.architecture.blocks):
+        if number == setup.architecture.blocks - 1 and setup.target_tokens is not None:
+            # It keeps of the other tokens keys and values alone, so that the block before it often takes most.
+            share = _KEYS + (1 - _KEYS) * setup.target_tokens / (setup.image_tokens + setup.text_tokens)
+            whole, attention = share * whole, share * attention
         kept_of_attention = attention if number in keeping else 0
         again = whole - kept_of_attention if number in checkpointed else 0.0
         kept += inputs + kept_of_attention if number in checkpointed else whole
@@ -316,8 +334,9 @@ def estimate(setup: Setup) -> Estimate:
     parameters, blocks = setup.parameters, setup.architecture.blocks
     parts = setup.processes if setup.sharded else 1
     block = _matrices_of_block(setup)
-    # Where a block has been recomputed and its gradient is computed, the next is fetched already.
-    offloaded = max(setup.offload_blocks - 2, 0)
+    # Where a block has been recomputed and its gradient is computed, the next is fetched already. Most is taken in the
+    # image's MLP; the text's, whose gradient comes first, is through.
+    offloaded = max(setup.offload_blocks - 2 + _TEXT_MLP, 0)
     frozen = (parameters.frozen - parameters.matrices) * setup.value_bytes + block * (blocks - offloaded)
     # FSDP gathers the block that is computed and the next.
     gathered = 2 * (block + parameters.trained * setup.value_bytes / blocks) if parts > 1 else 0
@@ -404,7 +423,7 @@ def _changes(setup: Setup) -> list[tuple[str, Setup]]:
     changes += [
         ("optimizer.class_path=bitsandbytes.optim.AdamW8bit", replace(setup, optimizer_bytes=2.0)),
         ("train.ema_decay=null", replace(setup, ema=False)),
-        ("data.area_px half as large, encoded again", replace(setup, image_tokens=setup.image_tokens // 2)),
+        ("data.area_px half as large, encoded again", _halved(setup)),
     ]
     if setup.processes > 1 and not setup.offload_blocks:
         changes.append(("FSDP, configs/accelerate/fsdp2.yaml", replace(setup, sharded=True)))
@@ -421,6 +440,11 @@ def _changes(setup: Setup) -> list[tuple[str, Setup]]:
             if offload > setup.offload_blocks:
                 changes.append((f"train.offload_blocks={offload}", replace(setup, offload_blocks=offload)))
     return changes
+
+
+def _halved(setup: Setup) -> Setup:
+    target = None if setup.target_tokens is None else setup.target_tokens // 2
+    return replace(setup, image_tokens=setup.image_tokens // 2, target_tokens=target)
 
 
 def recomputation(setup: Setup) -> str:

@@ -53,7 +53,7 @@ def step_time(setup: Setup, datasheet: Datasheet, batches: int = 1) -> StepTime:
     Several processes are counted as one: what they tell each other of a LoRA is little.
     """
     architecture, samples = setup.architecture, setup.batch_size * batches
-    checkpointed, keeping = len(setup.checkpointed), len(setup.keeping_attention)
+    checkpointed = len(setup.checkpointed)
     tokens = setup.image_tokens + setup.text_tokens
     flops = step_flops(
         architecture,
@@ -61,10 +61,10 @@ def step_time(setup: Setup, datasheet: Datasheet, batches: int = 1) -> StepTime:
         setup.text_tokens,
         all_trained=setup.all_trained,
         checkpointed_blocks=checkpointed,
-        keeping_attention=keeping,
+        keeping_attention=len(setup.keeping_attention),
+        target_tokens=setup.target_tokens,
     )
-    attention = 4.0 * tokens**2 * architecture.width * architecture.blocks
-    again = attention * (checkpointed - keeping) / architecture.blocks
+    attention, again = flops.attention, flops.attention_recomputed
     products = flops.model + flops.recomputed - 3 * attention - again
     peak, bandwidth = datasheet.tflops * 1e12, datasheet.bandwidth_gb_s * 1e9 * _MEMORY
     passes = architecture.blocks + checkpointed

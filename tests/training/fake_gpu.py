@@ -366,7 +366,7 @@ def estimated(found: Measured, setup: Setup, case: Case) -> Measured:
         setup.image_tokens,
         setup.text_tokens,
         all_trained=setup.all_trained,
-        target_tokens=(case.size // 16) ** 2,
+        target_tokens=setup.target_tokens,
         checkpointed_blocks=len(setup.checkpointed),
         keeping_attention=len(setup.keeping_attention),
     )

@@ -84,6 +84,10 @@ def test_the_released_model_costs_what_torch_counts_for_it() -> None:
     assert adapter.recomputed - kept.recomputed == pytest.approx(20 * 4 * 9600**2 * 3072)
     assert adapter.model / 1e12 == pytest.approx(464, abs=2)
     assert (adapter.model + adapter.recomputed) / 1e12 == pytest.approx(662, abs=2)
+    target = {"all_trained": False, "checkpointed_blocks": 60, "target_tokens": 4096}
+    lean, one = (step_flops(REAL, 8192, 1408, **target, keeping_attention=keeping) for keeping in (0, 1))
+    assert lean.recomputed - one.recomputed == pytest.approx(4 * 9600 * 4096 * 3072)  # the last block's
+    assert lean.attention_recomputed == lean.attention
     everything = step_flops(REAL, 8192, 1408, all_trained=True)
     assert everything.model / adapter.model == pytest.approx(1.28, abs=0.01)
 
