@@ -174,7 +174,10 @@ def opened(folder: Path) -> Iterator[Run]:
             "validation": {"rows": 0},
         }
     )
-    with mock.patch("qie.training.model.trainable.load_transformer", lambda *arguments, **named: Asleep()):
+    with (
+        mock.patch("qie.training.model.trainable.load_transformer", lambda *arguments, **named: Asleep()),
+        mock.patch("qie.training.model.trainable.use_training_forward"),
+    ):
         stream = open_stream([folder / "shards"])
         yield Run(config, PretrainedModel(folder / "model", FAMILIES["edit"]), stream, Accelerator(cpu=True))
 
