@@ -113,6 +113,13 @@ def test_encoders_compare_windows_and_patches_in_their_true_width_with_transform
     assert "4 windows in 3 calls" in rows[0].what and "differs by 0.0e+00" in rows[0].detail
 
 
+def test_traffic_counts_less_between_products_in_a_block_of_qie_s_forward_pass_than_in_diffusers_own() -> None:
+    traffic = script("traffic.py")
+    theirs, ours = (traffic.eager(1, own=own, zero_cond_t=False) for own in (False, True))
+    assert all(mine < yours for mine, yours in zip(ours.moved, theirs.moved, strict=True))
+    assert_well_formed([replace(traffic.row("qie edit", "", ours, theirs, 1), command="python benchmarks/traffic.py")])
+
+
 def test_quality(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     words = ["--steps", "1", "--photographs", "1", "--side", "64", "--runs", "1", "--only", "bf16", "EMA"]

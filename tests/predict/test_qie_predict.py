@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from qie.cli import predict
 from qie.config import AdapterConfig, load_config
 from qie.errors import QieError, RowError
+from qie.families import FAMILIES
 from qie.from_config import open_samples
 from qie.inference import predictor as inference
 from qie.inference import requests
 from qie.inference.predictor import Conditions, Predictor
-from qie.pretrained import open_pretrained
+from qie.pretrained import PretrainedModel, open_pretrained
 from qie.training.model.adapter_file import ADAPTER_FILE
 from qie.training.model.load import save_transformer
 from qie.training.model.lora import add_frozen_adapters, save_adapter
@@ -337,7 +338,8 @@ def test_paint_is_generate_and_warns(monkeypatch) -> None:
 def test_a_prompt_that_fits_but_for_the_size_is_refused(monkeypatch) -> None:
     """The transformer's text positions begin behind half the larger side: 4096 − 8192 / 32 are left."""
     cpu = torch.device("cpu")
-    predictor = Predictor(None, None, vae_device=cpu, transformer_device=cpu, dtype=torch.float32)
+    edit = PretrainedModel(Path(), FAMILIES["edit"])
+    predictor = Predictor(edit, None, vae_device=cpu, transformer_device=cpu, dtype=torch.float32)
     for length, negative in ((3841, None), (5, 3841), (3840, 3840)):
         texts = [None if count is None else torch.zeros(count, 8) for count in (length, negative)]
         monkeypatch.setattr(inference, "embed_conditions", lambda *_, texts=texts: Conditions((), AREA_PX, *texts))
