@@ -10,6 +10,7 @@ inductor makes for a CPU, which fuses as for a GPU but for its loops. It takes f
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -73,7 +74,7 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def made(heads: int, *, blocks: int, own: bool, zero_cond_t: bool) -> QwenImageTransformer2DModel:
+def transformer_of(heads: int, *, blocks: int, own: bool, zero_cond_t: bool) -> QwenImageTransformer2DModel:
     """A transformer as a training step has it, with qie's forward pass or diffusers' own."""
     torch.manual_seed(0)
     transformer = QwenImageTransformer2DModel(
@@ -101,7 +102,7 @@ def eager(heads: int, **kind: bool) -> Counted:
     """What one block more adds."""
     found = []
     for blocks in (3, 4):
-        transformer, passes = made(heads, blocks=blocks, **kind), (Operations(), Operations())
+        transformer, passes = transformer_of(heads, blocks=blocks, **kind), (Operations(), Operations())
         with passes[0]:
             prediction = predicted(transformer)
         with passes[1]:
@@ -113,7 +114,11 @@ def eager(heads: int, **kind: bool) -> Counted:
 
 def compiled(heads: int, **kind: bool) -> Counted:
     """Of the kernels of a middle block, compiled as qie does."""
-    transformer, graphs, compile_to_module = made(heads, blocks=3, **kind), [], GraphLowering.compile_to_module
+    transformer, graphs, compile_to_module = (
+        transformer_of(heads, blocks=3, **kind),
+        [],
+        GraphLowering.compile_to_module,
+    )
 
     def counts(graph: GraphLowering) -> Any:
         module = compile_to_module(graph)
@@ -145,10 +150,14 @@ def row(key: str, what: str, ours: Counted, theirs: Counted, unit: int) -> Row:
     return replace(found, runs=0)
 
 
+def parser() -> argparse.ArgumentParser:
+    made = common(__doc__, runs=1)
+    made.add_argument("--heads", type=int, default=8, help="of 128, of the released 24 (%(default)s)")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    made_parser = common(__doc__, runs=1)
-    made_parser.add_argument("--heads", type=int, default=8, help="of 128, of the released 24 (%(default)s)")
-    options = made_parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     quiet()
     results = Results(__file__, options, arguments)
     unit = options.heads * HEAD_WIDTH * TOKENS * 2

@@ -117,7 +117,9 @@ def test_traffic_counts_less_between_products_in_a_block_of_qie_s_forward_pass_t
     traffic = script("traffic.py")
     theirs, ours = (traffic.eager(1, own=own, zero_cond_t=False) for own in (False, True))
     assert all(mine < yours for mine, yours in zip(ours.moved, theirs.moved, strict=True))
-    assert_well_formed([replace(traffic.row("qie edit", "", ours, theirs, 1), command="python benchmarks/traffic.py")])
+    assert_well_formed(
+        [replace(traffic.row("qie edit", "work", ours, theirs, 1), command="python benchmarks/traffic.py")]
+    )
 
 
 def test_quality(tmp_path: Path) -> None:
