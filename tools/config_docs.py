@@ -72,6 +72,8 @@ def words(field: Json) -> str:
         return " or ".join(map(words, kinds))
     if "$ref" in field:
         return "section"
+    if "const" in field:
+        return f"`{value(field['const'])}`"
     if "enum" in field:
         return ", ".join(f"`{value(choice)}`" for choice in field["enum"])
     if field["type"] == "array":
