@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from qie.errors import ConfigError
+from qie.training.model.linear import SameLinear
 
 E4M3 = torch.float8_e4m3fn
 
@@ -26,7 +27,7 @@ def require_fp8_products(device: torch.device) -> None:
         some = torch.ones(16, 16, device=device).to(E4M3)
         scales = torch.ones(16, 1, device=device)
         _product(some, scales, some.t(), scales.t(), None, torch.bfloat16, fast=False).isfinite().all().item()
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, ValueError) as error:
         raise ConfigError(
             "this device has no products in FP8",
             where="train.fp8_compute",
@@ -44,19 +45,12 @@ def computes_in_fp8(name: str, linear: torch.nn.Linear) -> bool:
     return not _ROUNDS_TOO_MUCH.search(name) and linear.in_features % 16 == linear.out_features % 16 == 0
 
 
-class FP8Linear(torch.nn.Linear):
+class FP8Linear(SameLinear):
     """A frozen linear layer whose weight is one of torchao's, e4m3 with a scale for each row, and stays so.
 
     Its input is rounded to e4m3 with a scale for each token, so that an outlier coarsens its own token only; and so is
     the gradient of its output, for that of its input.
     """
-
-    @classmethod
-    def of(cls, linear: torch.nn.Linear) -> FP8Linear:
-        """Of the same weight and bias."""
-        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        made.weight, made.bias = linear.weight, linear.bias
-        return made
 
     def forward(self, input: Tensor) -> Tensor:
         return _Product.apply(input, self.weight, self.bias)  # type: ignore[no-any-return,no-untyped-call]

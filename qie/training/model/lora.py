@@ -38,6 +38,7 @@ from qie.training.model.adapter_file import (
     scale_of,
     settings_of,
 )
+from qie.training.model.linear import SameLinear
 from qie.training.model.load import load_transformer
 from qie.training.model.sharding import all_whole, fill, keep_from_ddp
 
@@ -121,14 +122,7 @@ def round_adapters(transformer: QwenImageTransformer2DModel) -> None:
                     parts[name] = _RoundedLinear.of(linear)
 
 
-class _RoundedLinear(torch.nn.Linear):
-    @classmethod
-    def of(cls, linear: torch.nn.Linear) -> _RoundedLinear:
-        """Of the same parameters."""
-        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        made.weight, made.bias = linear.weight, linear.bias
-        return made.train(linear.training)
-
+class _RoundedLinear(SameLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
         return torch.nn.functional.linear(input, self.weight.to(input.dtype), bias)

@@ -11,6 +11,7 @@ from diffusers import QwenImageTransformer2DModel
 from qie.config import Quantization
 from qie.errors import ConfigError
 from qie.training.model.fp8 import FP8Linear, computes_in_fp8
+from qie.training.model.linear import SameLinear
 
 
 def quantize_blocks(
@@ -61,7 +62,7 @@ def is_quantized(transformer: torch.nn.Module) -> bool:
     return marked or any(isinstance(module, (ScaledLinear, FP8Linear)) for module in transformer.modules())
 
 
-class ScaledLinear(torch.nn.Linear):
+class ScaledLinear(SameLinear):
     """A frozen linear layer whose weight is one of torchao's quantised tensors.
 
     torchao's own product keeps the weight in full precision for the backward pass, of every layer at once, and so
@@ -112,8 +113,7 @@ def _eight_bits(quantize: Quantization) -> Callable[[torch.nn.Linear], torch.nn.
     config = (Float8WeightOnlyConfig if quantize == "fp8" else Int8WeightOnlyConfig)(set_inductor_config=False)
 
     def make(linear: torch.nn.Linear) -> torch.nn.Linear:
-        layer = ScaledLinear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        layer.weight, layer.bias = linear.weight, linear.bias
+        layer = ScaledLinear.of(linear)
         quantize_(layer, config)
         return layer
 
