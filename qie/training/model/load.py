@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName
@@ -58,7 +59,8 @@ def load_transformer(
         _check_attention_backend(attention_backend)
     folder = pretrained.component("transformer")
     with loading(folder):
-        transformer = QwenImageTransformer2DModel.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
+        kind = getattr(diffusers, pretrained.family.transformer)
+        transformer = kind.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
     transformer.requires_grad_(False)
     if quantize is not None:
         blocks = len(transformer.transformer_blocks)
@@ -94,7 +96,7 @@ def empty_transformer(pretrained: PretrainedModel) -> QwenImageTransformer2DMode
     folder = pretrained.component("transformer")
     config = read_json(folder / "config.json")
     with loading(folder), torch.device("meta"):
-        return QwenImageTransformer2DModel.from_config(config).requires_grad_(False)
+        return getattr(diffusers, pretrained.family.transformer).from_config(config).requires_grad_(False)
 
 
 def load_scheduler(pretrained: PretrainedModel) -> FlowMatchEulerDiscreteScheduler:
@@ -162,7 +164,7 @@ def open_transformer(folder: Path, base: PretrainedModel) -> PretrainedModel:
         )
     trained = PretrainedModel(folder, base.family)
     theirs, ours = (read_json(part.component("transformer") / "config.json") for part in (trained, base))
-    for name in ("in_channels", "out_channels", "joint_attention_dim"):
+    for name in ("in_channels", "out_channels", "joint_attention_dim", "context_in_dim"):
         if theirs.get(name) != ours.get(name):
             raise UsageError(
                 "the transformer belongs to another model",
@@ -176,14 +178,15 @@ def open_transformer(folder: Path, base: PretrainedModel) -> PretrainedModel:
 def save_transformer(transformer: QwenImageTransformer2DModel, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
     """Write `state`, whole tensors by the names of parameters, and the transformer's configuration.
 
-    The layout is that of diffusers: `QwenImageTransformer2DModel.from_pretrained(folder)` loads it.
+    The layout is that of diffusers: its class loads it by `from_pretrained(folder)`.
     """
     folder.mkdir(parents=True)
     transformer.save_config(folder)
     # FSDP puts a class of its own before the one that diffusers knows.
+    own = next(kind for kind in type(transformer).__mro__ if kind.__module__.startswith("diffusers."))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config.pop("_name_or_path", None)  # a place on this machine
-    config |= {"_class_name": QwenImageTransformer2DModel.__name__}
+    config |= {"_class_name": own.__name__}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save_torch_state_dict(dict(state), folder, filename_pattern=_FILES, max_shard_size="10GB")
 
