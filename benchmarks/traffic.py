@@ -28,8 +28,9 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from qie.training.model.dual_stream import predict_target
 from qie.training.model.lora import round_adapters
-from qie.training.model.training_forward import predict_target, use_training_forward
+from qie.training.model.training_forward import use_training_forward
 
 HEAD_WIDTH, SIDE, TEXT, BLOCK = 128, 24, 192, 1
 TOKENS = 2 * SIDE**2 + TEXT

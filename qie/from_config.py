@@ -34,12 +34,6 @@ if TYPE_CHECKING:
     from qie.types import Facts, Row, Sample
 
 
-def open_model(config: Config, components: tuple[str, ...] = ENCODERS) -> PretrainedModel:
-    """The pretrained model of a configuration, its VAE that of model.vae; see `open_pretrained`."""
-    model = config.model
-    return open_pretrained(model.pretrained_model_name_or_path, model.family, components, vae=model.vae)
-
-
 def open_encoder(config: Config) -> Encoder:
     """The encoder of a configuration. Hashes its weights now; the first row loads them.
 
@@ -49,7 +43,7 @@ def open_encoder(config: Config) -> Encoder:
     """
     vae_device = resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device")
     text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
-    pretrained = open_model(config)
+    pretrained = open_pretrained(config.model.pretrained_model_name_or_path, config.model.family)
     return inference_encoder(config, pretrained, vae_device, text_device)
 
 
@@ -168,7 +162,7 @@ def open_predictor(config: Config, lora: str | Path | None = None, transformer: 
     """The predictor of a configuration, on the devices of its section predict, its base quantized as model.quantize.
 
     Args:
-        config: its model.adapters are part of the model, but for those with train_only.
+        config: its model.adapters are part of the model.
         lora: folder or file of one more adapter, such as a checkpoint.
         transformer: a checkpoint of a run that trained all weights; its transformer replaces the base model's.
 
@@ -184,8 +178,10 @@ def open_predictor(config: Config, lora: str | Path | None = None, transformer: 
     vae_device = resolve_device(devices.vae, "predict.devices.vae")
     text_device = resolve_device(devices.text_encoder, "predict.devices.text_encoder")
     transformer_device = resolve_device(devices.transformer, "predict.devices.transformer")
-    adapters = [*model.permanent_adapters, *([AdapterConfig(path=str(lora))] if lora else [])]
-    pretrained = open_model(config, (*ENCODERS, "transformer", "scheduler"))
+    adapters = [*model.adapters, *([AdapterConfig(path=str(lora))] if lora else [])]
+    pretrained = open_pretrained(
+        model.pretrained_model_name_or_path, model.family, (*ENCODERS, "transformer", "scheduler")
+    )
     trained = open_transformer(Path(transformer), pretrained) if transformer else None
     if adapters:
         check_adapters(empty_transformer(trained or pretrained), adapters, "the adapter, or model.adapters")
@@ -226,8 +222,8 @@ def open_samples(config: Config, device: torch.device) -> SampleImages | None:
         return None
     from qie.inference.sample_images import SampleImages, embed_samples, read_samples
 
-    named = config.predict.devices.text_encoder
-    pretrained = open_model(config, (*ENCODERS, "scheduler"))
+    model, named = config.model, config.predict.devices.text_encoder
+    pretrained = open_pretrained(model.pretrained_model_name_or_path, model.family, (*ENCODERS, "scheduler"))
     controls = read_samples(config, pretrained.family.name)
     text_device = device if named == "auto" else resolve_device(named, "predict.devices.text_encoder")
     encoder = inference_encoder(config, pretrained, device, text_device)

@@ -15,7 +15,7 @@ from PIL import Image
 from qie import pretrained
 from qie.cli import precompute, stats, train
 from qie.encode import Encoder, EncoderOptions
-from qie.errors import ConfigError, ModelError, RowError, UsageError
+from qie.errors import ConfigError, RowError, UsageError
 from qie.pretrained import open_pretrained
 from qie.shards.record import decode, encode
 from qie.shards.tensors import Sizes, bytes_by_name, tensor_bytes, total_bytes
@@ -125,14 +125,7 @@ def test_an_older_diffusers_is_refused(found: str, tiny_21: Path, tiny_edit: Pat
         open_pretrained(str(tiny_edit))
 
 
-def test_training_is_refused_and_encoding_is_not(tiny_21: Path) -> None:
-    open_pretrained(str(tiny_21))
-    with pytest.raises(UsageError, match="qie encodes models of this family, and does not train them yet") as caught:
-        open_pretrained(str(tiny_21), components=("transformer", "scheduler"))
-    assert not isinstance(caught.value, ModelError) and caught.value.exit_code == 2
-
-
-def test_the_commands_precompute_and_describe_and_refuse_to_train(
+def test_the_commands_precompute_and_describe_and_refuse_another_family(
     tiny_21: Path, tiny_edit: Path, photos: Path, tmp_path: Path
 ) -> None:
     shared = ["--set", f"model.pretrained_model_name_or_path={tiny_21}", "--set", "data.allow_tiny=true"]
@@ -160,7 +153,5 @@ def test_the_commands_precompute_and_describe_and_refuse_to_train(
         and " px from text" in told.stdout
         and "<dd>text</dd>" in (tmp_path / "alone.html").read_text()
     )
-    refused = run(train, output, "--config", config, *shared)
-    assert refused.exit_code == 2 and "does not train them yet" in refused.output
     other = run(train, output, "--config", config, *shared, "--set", f"model.pretrained_model_name_or_path={tiny_edit}")
     assert other.exit_code == 2 and "the shards are for another model family" in other.output

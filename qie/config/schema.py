@@ -339,14 +339,10 @@ class LoraConfig(Section):
 
 
 class AdapterConfig(Section):
-    """A further, frozen adapter: part of the model during training, and after it unless `train_only`."""
+    """A further, frozen adapter: part of the model during training."""
 
     path: LocalPath = Field(description="A checkpoint's folder, or a LoRA that diffusers reads.")
     scale: float = Field(1.0, ge=-1000, le=1000, description="Factor of its output.")
-    train_only: bool = Field(
-        False,
-        description="Part of the model in training and in both losses, not in sample images nor in qie-predict.",
-    )
 
 
 class ModelConfig(Section):
@@ -354,15 +350,10 @@ class ModelConfig(Section):
 
     pretrained_model_name_or_path: str = Field(description="Hub name or folder, in the diffusers layout.")
     family: Literal["auto", "edit", "edit_plus", "qwen_image_21"] = Field(
-        "auto", description="auto: read it from model_index.json. qie encodes qwen_image_21, and does not train it yet."
+        "auto", description="auto: read it from model_index.json."
     )
     lora: LoraConfig | None = Field(
         LoraConfig(), description="The adapter to train; null: train all weights of the transformer."
-    )
-    vae: str | None = Field(
-        None,
-        description="Hub name or folder of another VAE of the same latent space, or of a model that has it; null: the "
-        "model's own.",
     )
     adapters: list[AdapterConfig] = Field([], description="Further adapters, which stay frozen.")
     quantize: Quantization | None = Field(
@@ -380,11 +371,6 @@ class ModelConfig(Section):
             raise ValueError("adapters cannot be used when all weights are trained: adapters needs lora")
         return self
 
-    @property
-    def permanent_adapters(self) -> list[AdapterConfig]:
-        """The frozen adapters that are part of the model after training, too."""
-        return [adapter for adapter in self.adapters if not adapter.train_only]
-
 
 class TrainConfig(Section):
     """The training loop."""
@@ -395,6 +381,13 @@ class TrainConfig(Section):
     )
     gradient_accumulation_steps: int = Field(
         1, gt=0, le=4096, description="Batches of each process per optimizer step."
+    )
+    draws_per_sample: int = Field(
+        1,
+        gt=0,
+        le=64,
+        description="Draws of noise and noise level for each sample of a batch. All share one pass over the sample's "
+        "text and controls: qwen_image_21 only.",
     )
     gradient_checkpointing: bool | Literal["auto"] | Annotated[int, Field(gt=0, le=1000)] = Field(
         "auto",
@@ -491,6 +484,9 @@ class LossConfig(Section):
     mode_scale: float = Field(1.29, ge=-100, le=100, description="Scale of mode.")
     shift: Literal["none", "dynamic"] | Factor = Field(
         "dynamic", description="dynamic: the scheduler's own, by image size; a number: a static shift."
+    )
+    stratified_sigmas: bool = Field(
+        False, description="Spread the noise levels of a sample's draws (train.draws_per_sample) over the distribution."
     )
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
         "none", description="Weight of each noise level, by diffusers' names for SD3."

@@ -37,7 +37,8 @@ class Family:
             and replace its embeddings there: text tokens alone are stored.
         positions: length of the transformer's table of rotary positions, which targets, controls and text share.
         prompt_dtype: precision in which embeddings are stored.
-        trains: whether qie trains models of this family.
+        patch: side of the square of latent pixels that is a token of the transformer.
+        guidance: the scale of classifier-free guidance that the model is meant for; 1 is none.
     """
 
     name: str
@@ -66,7 +67,8 @@ class Family:
     interleaved: bool = False
     positions: int = 4096
     prompt_dtype: str = "float16"
-    trains: bool = True
+    patch: int = 2
+    guidance: float = 4.0
 
     @property
     def component_classes(self) -> dict[str, str]:

@@ -30,5 +30,6 @@ QWEN_IMAGE_21 = Family(
     interleaved=True,
     positions=8192,
     prompt_dtype="bfloat16",
-    trains=False,
+    patch=1,
+    guidance=1.0,
 )

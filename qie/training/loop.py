@@ -120,6 +120,8 @@ def unheeded(config: Config, steps: int, *, masked: bool) -> Iterator[str]:
             "warning: the learning rate never reaches its value: lr_scheduler.warmup_steps is "
             f"{schedule.warmup_steps}, and the run has {steps} steps; set it to a tenth of them, or to 0"
         )
+    if loss.stratified_sigmas and config.train.draws_per_sample == 1:
+        yield "warning: loss.stratified_sigmas changes nothing while train.draws_per_sample is 1"
     if masked and loss.mask_foreground_weight == loss.mask_background_weight:
         yield (
             "warning: rows have masks, which change nothing while loss.mask_foreground_weight and "

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from torch.nn.functional import huber_loss, mse_loss, pad
 
 from qie.config import LossConfig
-from qie.training.model.training_forward import predict_target
+from qie.training.model.dual_stream import predict_target
+from qie.training.model.single_stream import predict_targets
 from qie.types import Batch
 
 _VALIDATION = -1  # the step whose noise a validation takes: training has no such step
@@ -26,13 +28,13 @@ _VALIDATION = -1  # the step whose noise a validation takes: training has no suc
 
 @dataclass(frozen=True, eq=False)
 class NoiseDraws:
-    """All that is random about a batch in a step, on the CPU.
+    """All that is random about a batch in a step, on the CPU: k draws of noise and noise level for each sample.
 
     Attributes:
-        noise: ε, [B, C, 1, H, W] float32.
-        sigmas: noise levels before the shift, [B] float32.
+        noise: ε, sample by sample, [B·k, C, 1, H, W] float32.
+        sigmas: noise levels before the shift, [B·k] float32.
         dropped_prompts: which samples are given the null prompt, [B] bool.
-        dropped_controls: which samples are given zeros for their controls' latents, [B] bool.
+        dropped_controls: which samples are trained without their controls, [B] bool.
     """
 
     noise: torch.Tensor
@@ -43,15 +45,22 @@ class NoiseDraws:
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """The losses of a batch, sample by sample.
+    """The losses of a batch: of k draws for each sample, sample by sample.
 
     Attributes:
-        loss: [B] float32 on the model's device, before the batch's weights.
-        sigmas: the noise levels of these losses, after the shift, [B] float32 on the model's device.
+        loss: [B·k] float32 on the model's device, before the batch's weights.
+        sigmas: the noise levels of these losses, after the shift, [B·k] float32 on the model's device.
+        weight: those of the batch, of each sample k times, [B·k] float32 on the model's device.
     """
 
     loss: torch.Tensor
     sigmas: torch.Tensor
+    weight: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The weighted mean, which training minimizes."""
+        return (self.loss * self.weight).mean()
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,9 @@ class Objective:
         seed: of noise, noise levels and dropout.
         shift_range: of a dynamic shift, the scheduler's values, see `load_shift`.
         device, dtype: where and in what precision the model computes. The loss is float32.
-        control_dropout_rate: how often zeros replace the latents of a sample's controls.
+        control_dropout_rate: how often a sample is trained without its controls, see `velocity`.
+        patch: side of a token, in latent pixels.
+        draws_per_sample: k. Several draws need a model whose text and controls do not see the target.
     """
 
     section: LossConfig
@@ -74,21 +85,26 @@ class Objective:
     device: torch.device
     dtype: torch.dtype
     control_dropout_rate: float = 0.0
+    patch: int = 2
+    draws_per_sample: int = 1
 
     def draw(self, batch: Batch, step: int) -> NoiseDraws:
         """The random numbers of a batch: a function of seed, step and keys alone.
 
         It needs neither the model nor a shared generator, so a thread may draw ahead of the step.
         """
-        section, at = self.section, (self.seed, step, batch.keys)
+        section, at, draws = self.section, (self.seed, step, batch.keys), self.draws_per_sample
+        pinned = self.device.type == "cuda"
         return NoiseDraws(
-            noise=draw_noise(*at, batch.pixel_latent.shape[1:], pinned=self.device.type == "cuda"),
+            noise=draw_noise(*at, batch.pixel_latent.shape[1:], draws=draws, pinned=pinned),
             sigmas=draw_sigmas(
                 *at,
                 section.timestep_sampling,
                 logit_mean=section.logit_mean,
                 logit_std=section.logit_std,
                 mode_scale=section.mode_scale,
+                draws=draws,
+                stratified=section.stratified_sigmas,
             ),
             dropped_prompts=draw_dropped(*at, self.caption_dropout_rate, "caption"),
             dropped_controls=draw_dropped(*at, self.control_dropout_rate, "control"),
@@ -103,14 +119,18 @@ class Objective:
         return replace(batch.to(self.device, self.dtype), pixel_latent=latent)
 
     def losses(self, model: torch.nn.Module, batch: Batch, draws: NoiseDraws) -> Losses:
-        """Each sample's loss. The batch may be on any device."""
+        """The loss of each draw. The batch may be on any device."""
         batch = self.moved(batch)
-        latent, noise = batch.pixel_latent, draws.noise.to(self.device, non_blocking=True)
+        draws_per_sample = len(draws.noise) // len(batch)
+        latent, weight, pixel_weight = batch.pixel_latent, batch.weight, self._pixel_weight(batch)
+        if draws_per_sample > 1:
+            latent, weight = (each.repeat_interleave(draws_per_sample, 0) for each in (latent, weight))
+            pixel_weight = None if pixel_weight is None else pixel_weight.repeat_interleave(draws_per_sample, 0)
+        noise = draws.noise.to(self.device, non_blocking=True)
         prompt = drop_captions(batch, draws.dropped_prompts)
-        batch = replace(batch, control_latent=drop_controls(batch.control_latent, draws.dropped_controls))
         sigmas = shift_sigmas(draws.sigmas, self._shift(latent)).to(self.device, non_blocking=True)
         noisy = add_noise(latent, noise, sigmas).to(self.dtype)
-        predicted = velocity(model, noisy, sigmas.to(self.dtype), batch, *prompt)
+        predicted = velocity(model, noisy, sigmas.to(self.dtype), batch, *prompt, draws.dropped_controls)
         loss = flow_loss(
             predicted,
             latent,
@@ -118,14 +138,13 @@ class Objective:
             sigmas,
             weighting=self.section.weighting,
             huber_delta=self.section.huber_delta if self.section.kind == "huber" else None,
-            pixel_weight=self._pixel_weight(batch),
+            pixel_weight=pixel_weight,
         )
-        return Losses(loss, sigmas)
+        return Losses(loss, sigmas, weight)
 
     def loss(self, model: torch.nn.Module, batch: Batch, step: int) -> torch.Tensor:
         """Mean loss of a batch in a training step, weighted by the batch's weights."""
-        losses = self.losses(model, batch, self.draw(batch, step))
-        return (losses.loss * batch.weight.to(self.device)).mean()
+        return self.losses(model, batch, self.draw(batch, step)).mean
 
     @torch.no_grad()
     def validation_losses(self, model: torch.nn.Module, batch: Batch, level: float) -> torch.Tensor:
@@ -148,7 +167,7 @@ class Objective:
         if self.section.shift == "none":
             return 1.0
         if self.section.shift == "dynamic":
-            target_tokens = latent.shape[-2] * latent.shape[-1] // 4
+            target_tokens = latent.shape[-2] * latent.shape[-1] // self.patch**2
             return dynamic_shift(target_tokens, **self.shift_range)
         return float(self.section.shift)
 
@@ -178,13 +197,21 @@ def generator(seed: int, step: int, key: str, what: str) -> torch.Generator:
 
 
 def draw_noise(
-    seed: int, step: int, keys: Sequence[str], shape: Sequence[int], *, pinned: bool = False
+    seed: int, step: int, keys: Sequence[str], shape: Sequence[int], *, draws: int = 1, pinned: bool = False
 ) -> torch.Tensor:
-    """Standard normal noise, [B, *shape]; `pinned` in page-locked memory, so that its copy does not stop the host."""
-    noise = torch.empty(len(keys), *shape, dtype=torch.float32, pin_memory=pinned)
-    for slot, key in zip(noise, keys, strict=True):
-        slot.normal_(generator=generator(seed, step, key, "noise"))
+    """Standard normal noise, so many draws for each key, [B·k, *shape].
+
+    The first draw of a key does not depend on how many there are. `pinned` in page-locked memory, so that its copy
+    does not stop the host.
+    """
+    noise = torch.empty(len(keys) * draws, *shape, dtype=torch.float32, pin_memory=pinned)
+    for slot, (key, number) in zip(noise, product(keys, range(draws)), strict=True):
+        slot.normal_(generator=generator(seed, step, key, _numbered("noise", number)))
     return noise
+
+
+def _numbered(what: str, number: int) -> str:
+    return f"{what} {number}" if number else what
 
 
 def draw_sigmas(
@@ -196,32 +223,51 @@ def draw_sigmas(
     logit_mean: float = 0.0,
     logit_std: float = 1.0,
     mode_scale: float = 1.29,
+    draws: int = 1,
+    stratified: bool = False,
 ) -> torch.Tensor:
-    """Noise levels before the shift, [B] in [0.001, 1].
+    """Noise levels before the shift, so many for each key, [B·k] in [0.001, 1].
 
     The densities are those of Esser et al. 2024, arXiv:2403.03206, section 3.1, as diffusers computes them. The draw
     is the level itself, as there: a positive `logit_mean` means more noise. (Training scripts of diffusers use
     the draw as an index into falling levels, which turns that around.)
 
     Args:
-        seed, step, keys: the draws depend on nothing else.
+        seed, step, keys: the draws depend on nothing else. The first of a key is the same for any number of them, but
+            for stratified ones.
         sampling: uniform, logit_normal or mode.
         logit_mean, logit_std: of the normal distribution whose sigmoid logit_normal is.
         mode_scale: of mode; above 0 prefers middle levels, below 0 the ends.
+        draws: k.
+        stratified: the draws of a key are spread over the distribution, each distributed as it is, so that their mean
+            loss varies less: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1. One
+            draw alone cannot be.
     """
-    draws = [
-        compute_density_for_timestep_sampling(
-            sampling,
-            1,
-            logit_mean=logit_mean,
-            logit_std=logit_std,
-            mode_scale=mode_scale,
-            generator=generator(seed, step, key, "sigma"),
+    shape = {"logit_mean": logit_mean, "logit_std": logit_std, "mode_scale": mode_scale}
+    if stratified and draws > 1:
+        starts = torch.stack([torch.rand((), generator=generator(seed, step, key, "sigma strata")) for key in keys])
+        quantiles = (starts[:, None] + torch.arange(draws) / draws) % 1
+        found = sigma_quantile(quantiles.flatten(), sampling, **shape)
+    else:
+        generators = (
+            generator(seed, step, key, _numbered("sigma", number)) for key, number in product(keys, range(draws))
         )
-        for key in keys
-    ]
+        found = torch.cat(
+            [compute_density_for_timestep_sampling(sampling, 1, **shape, generator=own) for own in generators]
+        )
     # A weighting may divide by it: from the least level of diffusers' schedules on. A large mode_scale leaves [0, 1].
-    return torch.cat(draws).clamp(1e-3, 1.0)
+    return found.clamp(1e-3, 1.0)
+
+
+def sigma_quantile(
+    quantiles: torch.Tensor, sampling: str, *, logit_mean: float, logit_std: float, mode_scale: float
+) -> torch.Tensor:
+    """The levels at these quantiles, in [0, 1], of a density; see `draw_sigmas`."""
+    if sampling == "logit_normal":
+        return torch.sigmoid(logit_mean + logit_std * torch.special.ndtri(quantiles))
+    if sampling == "mode":
+        return 1 - quantiles - mode_scale * (torch.cos(math.pi * quantiles / 2) ** 2 - 1 + quantiles)
+    return quantiles
 
 
 def draw_dropped(seed: int, step: int, keys: Sequence[str], rate: float, what: str) -> torch.Tensor:
@@ -324,28 +370,58 @@ def velocity(
     batch: Batch,
     prompt_embed: torch.Tensor,
     prompt_lengths: Sequence[int],
+    dropped_controls: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The model's prediction of ε − x₀ for a noisy target, [B, C, 1, H, W].
+    """The model's prediction of ε − x₀ for noisy targets, [B·k, C, 1, H, W].
 
-    The controls' tokens follow the target's, and their predictions are dropped, as in diffusers' pipelines.
     σ itself is the timestep: the factor 1000 is inside the model.
+
+    Args:
+        transformer: perhaps wrapped for several processes.
+        noisy, sigmas: k draws for each sample; one, where controls do not stand among the text's tokens.
+        batch: its controls count, and where they stand.
+        prompt_embed, prompt_lengths: [B, L, D], and the length of each, on the host.
+        dropped_controls: samples without controls, [B] bool on the host. Where controls stand among the text's tokens,
+            they are left out; elsewhere their latents are zeros, as in training scripts of diffusers.
     """
-    latents = (noisy, *batch.control_latent)
-    tokens = torch.cat([pack(latent) for latent in latents], dim=1)
-    grids = [(1, latent.shape[-2] // 2, latent.shape[-1] // 2) for latent in latents]
-    predicted = predict_target(transformer, tokens, sigmas, prompt_embed, prompt_lengths, grids)
-    return unpack(predicted, noisy.shape[-2], noisy.shape[-1])
+    dropped = torch.zeros(len(batch), dtype=torch.bool) if dropped_controls is None else dropped_controls
+    height, width = noisy.shape[-2:]
+    if batch.image_slots is None:
+        # The controls' tokens follow the target's, and their predictions are dropped.
+        latents = (noisy, *drop_controls(batch.control_latent, dropped))
+        tokens = torch.cat([pack(latent) for latent in latents], dim=1)
+        predicted = predict_target(transformer, tokens, sigmas, prompt_embed, prompt_lengths, _grids(latents, 2))
+        return unpack(predicted, height, width)
+    predicted = predict_targets(
+        transformer,
+        pack(noisy, 1),
+        sigmas,
+        [pack(latent, 1) for latent in batch.control_latent],
+        prompt_embed,
+        prompt_lengths,
+        batch.image_slots,
+        _grids((*batch.control_latent, noisy), 1),
+        dropped.tolist(),
+    )
+    return unpack(predicted, height, width, 1)
 
 
-def pack(latent: torch.Tensor) -> torch.Tensor:
-    """[B, C, 1, H, W] to tokens of 2×2 latent pixels, [B, H/2·W/2, 4·C]: `_pack_latents` of diffusers' pipelines."""
+def _grids(latents: Sequence[torch.Tensor], patch: int) -> list[tuple[int, int, int]]:
+    """Frames, height and width of each latent in tokens."""
+    return [(1, latent.shape[-2] // patch, latent.shape[-1] // patch) for latent in latents]
+
+
+def pack(latent: torch.Tensor, patch: int = 2) -> torch.Tensor:
+    """[B, C, 1, H, W] to tokens of p×p latent pixels, [B, H/p·W/p, p²·C]: `_pack_latents` of diffusers' pipelines."""
     batch, channels, _, height, width = latent.shape
-    patches = latent.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(batch, (height // 2) * (width // 2), channels * 4)
+    rows, columns = height // patch, width // patch
+    patches = latent.reshape(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(batch, rows * columns, channels * patch**2)
 
 
-def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def unpack(tokens: torch.Tensor, height: int, width: int, patch: int = 2) -> torch.Tensor:
     """The inverse of `pack` for a latent of [C, 1, height, width]."""
     batch, _, channels = tokens.shape
-    patches = tokens.view(batch, height // 2, width // 2, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(batch, channels // 4, 1, height, width)
+    rows, columns, channels = height // patch, width // patch, channels // patch**2
+    patches = tokens.view(batch, rows, columns, channels, patch, patch).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(batch, channels, 1, height, width)

@@ -20,6 +20,7 @@ from PIL import Image
 from qie.config import Config
 from qie.data.stream import Stream
 from qie.errors import ConfigError, QieError
+from qie.families import Family
 from qie.pretrained import PretrainedModel
 from qie.stages import Pipeline, Stages
 from qie.training.checkpoint import (
@@ -82,6 +83,7 @@ class Run:
         planned = self._planned_batches = None if train.epochs is None else count_batches(stream, train.epochs)
         self.steps = train.max_steps if planned is None else math.ceil(planned / train.gradient_accumulation_steps)
         # Everything that can be refused is refused before the weights are read.
+        require_one_draw(pretrained.family, train.draws_per_sample)
         check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device, self.steps)
         require_null_prompts(stream, config.data.caption_dropout_rate)
         main = accelerator.is_main_process
@@ -96,15 +98,7 @@ class Run:
         self.optimizer = make_optimizer(config.optimizer, list(self.trainable.parameters.values()))
         self.schedule = make_schedule(config.lr_scheduler, self.optimizer, self.steps)
         self._stepper = self.trainable.prepare(accelerator, self.optimizer)
-        self.objective = Objective(
-            config.loss,
-            config.data.caption_dropout_rate,
-            train.seed,
-            load_shift(pretrained),
-            accelerator.device,
-            dtype,
-            config.data.control_dropout_rate,
-        )
+        self.objective = _objective(config, pretrained, accelerator.device, dtype)
         self.step, self.batches_done, self._nonfinite, self._unproved = 0, 0, 0, resume_from
         if resume_from and state:
             self.load_state_dict(state, resume_from)
@@ -134,7 +128,7 @@ class Run:
             waited_s += time.perf_counter() - waiting
             with nullcontext() if part == parts - 1 else self.accelerator.no_sync(self.trainable.model):
                 rows.append(self._backward(prepared, parts))
-            keys.extend(prepared.batch.keys)
+            keys.extend(key for key in prepared.batch.keys for _ in range(section.draws_per_sample))
             flops += self._speed.flops(prepared.batch)
         self.position, self.batches_done = prepared.position, self.batches_done + parts
         grad_norm = self._clip()
@@ -160,11 +154,10 @@ class Run:
         )
 
     def _backward(self, prepared: PreparedBatch, parts: int) -> torch.Tensor:
-        """Add the gradients of one of `parts` batches; gives loss, noise level and weight of each sample, [B, 3]."""
-        batch = prepared.batch
-        found = self.objective.losses(self.trainable.model, batch, prepared.draws)
-        self.accelerator.backward((found.loss * batch.weight).mean() / parts)
-        return torch.stack([found.loss.detach(), found.sigmas, batch.weight], 1)
+        """Add the gradients of one of `parts` batches; gives loss, noise level and weight of each draw, [B·k, 3]."""
+        found = self.objective.losses(self.trainable.model, prepared.batch, prepared.draws)
+        self.accelerator.backward(found.mean / parts)
+        return torch.stack([found.loss.detach(), found.sigmas, found.weight], 1)
 
     def _clip(self) -> float:
         """Scale gradients longer than `max_grad_norm` down to it; gives their length before."""
@@ -190,7 +183,7 @@ class Run:
 
     def _not_finite(self, keys: list[str], rows: list[torch.Tensor]) -> QieError:
         finite = torch.isfinite(torch.cat(rows)[:, 0]).tolist()
-        bad = gather_object([key[:12] for key, good in zip(keys, finite, strict=True) if not good])
+        bad = gather_object(list(dict.fromkeys(key[:12] for key, good in zip(keys, finite, strict=True) if not good)))
         steps = f" in {self._nonfinite} steps in a row" if self._nonfinite > 1 else ""
         return QieError(
             f"the loss is not finite{steps}",
@@ -224,7 +217,7 @@ class Run:
         main = self.accelerator.is_main_process
         if not main and not self.trainable.sharded:
             return []
-        with self.trainable.evaluating(as_released=True) as model:
+        with self.trainable.evaluating() as model:
             images = generate(model)
         return images if main else []
 
@@ -321,6 +314,32 @@ def count_batches(stream: Stream, epochs: int) -> int:
         lengths.append(len(stream))
     stream.set_epoch(0)
     return sum(lengths)
+
+
+def _objective(config: Config, pretrained: PretrainedModel, device: torch.device, dtype: torch.dtype) -> Objective:
+    return Objective(
+        config.loss,
+        config.data.caption_dropout_rate,
+        config.train.seed,
+        load_shift(pretrained),
+        device,
+        dtype,
+        config.data.control_dropout_rate,
+        patch=pretrained.family.patch,
+        draws_per_sample=config.train.draws_per_sample,
+    )
+
+
+def require_one_draw(family: Family, draws_per_sample: int) -> None:
+    """Raise ConfigError when a sample is to be drawn several times, and its text and controls see the target."""
+    if draws_per_sample > 1 and not family.interleaved:
+        raise ConfigError(
+            "this model has no prefix that several draws could share",
+            where="train.draws_per_sample",
+            expected=f"1 for {family.title}: its text and controls depend on the noise",
+            found=draws_per_sample,
+            hint="data.batch_size or train.gradient_accumulation_steps give a step more draws",
+        )
 
 
 def require_null_prompts(stream: Stream, caption_dropout_rate: float) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
+
+from qie.training.model.quantize import quantize_blocks
 
 WIDTH, JOINT, CHANNELS = 32, 24, 16
 GRIDS = [(1, 4, 6), (1, 4, 4)]  # target and control, in tokens
@@ -59,3 +64,65 @@ def gradients(transformer: QwenImageTransformer2DModel, **changes: Any) -> dict[
     (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
     found = {name: weight.grad.clone() for name, weight in transformer.named_parameters() if weight.grad is not None}
     return {**found, "output": output.detach().clone()}
+
+
+Kind = Callable[[Any], object]
+
+
+def lora(name: str = "default", targets: Sequence[str] = LORA_TARGETS, **settings: Any) -> Kind:
+    config = LoraConfig(**{"r": 4, "target_modules": list(targets), "init_lora_weights": False, **settings})
+    return lambda transformer: transformer.requires_grad_(False).add_adapter(config, name)
+
+
+def two_adapters(frozen: Sequence[str]) -> Kind:
+    """Of other ranks, scales and targets; one is frozen."""
+
+    def add(transformer: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+            lora("frozen", frozen, lora_alpha=10)(transformer)
+            lora()(transformer)
+        transformer.set_adapters(["frozen", "default"], [0.7, 1.3])
+        for name, weight in transformer.named_parameters():
+            weight.requires_grad_(".default." in name)
+
+    return add
+
+
+def int8(transformer: Any) -> None:
+    pytest.importorskip("torchao")
+    quantize_blocks(transformer.requires_grad_(False), "int8")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
+        lora()(transformer)
+
+
+def kinds(everywhere: Sequence[str]) -> dict[str, Kind]:
+    """What may be trained of a transformer."""
+    return {
+        "LoRA": lora(),
+        "LoRA everywhere": lora(targets=everywhere, lora_alpha=3),
+        "two adapters": two_adapters(everywhere),
+        "DoRA": lora(use_dora=True),
+        "all weights": lambda transformer: transformer.requires_grad_(True),
+        "int8": int8,
+    }
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Largest difference of each tensor, relative to its largest value."""
+    assert found.keys() == expected.keys(), "weights without a gradient are not those of diffusers' forward pass"
+    largest = {name: float(value.abs().max()) for name, value in expected.items()}
+    apart = {name: float((found[name] - value).abs().max()) for name, value in expected.items()}
+    return {name: apart[name] / (largest[name] or 1.0) for name in expected}
+
+
+class Graphs:
+    """A backend of torch.compile that counts graphs, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        self.made.append(graph)
+        return graph

@@ -33,9 +33,10 @@ from qie.training.memory import (
     tell_memory,
 )
 from qie.training.model.blocks import NOTHING_KEPT, KeptActivations, checkpoint_activations
+from qie.training.model.dual_stream import predict_target
 from qie.training.model.load import empty_transformer
 from qie.training.model.lora import round_adapters
-from qie.training.model.training_forward import predict_target, use_training_forward
+from qie.training.model.training_forward import use_training_forward
 from tests.conftest import ROOT
 from tests.training.small import GRIDS, IMAGE_TOKENS, LORA_TARGETS, inputs, small_transformer
 

@@ -594,8 +594,8 @@ def test_a_sample_without_controls_is_one_whose_controls_are_zeros_and_keeps_its
 @contextmanager
 def without_prompt_lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def padded(*arguments: Any) -> torch.Tensor:
-        *others, prompt, _ = arguments
-        return velocity(*others, prompt, prompt.shape[1:2] * len(prompt))
+        *others, prompt, _, dropped = arguments
+        return velocity(*others, prompt, prompt.shape[1:2] * len(prompt), dropped)
 
     with monkeypatch.context() as patched:
         patched.setattr(objective, "velocity", padded)

@@ -2,62 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName
-from peft import LoraConfig
 
 from qie.training.model.blocks import KeptActivations, checkpoint_activations, compile_blocks
+from qie.training.model.dual_stream import predict_target
 from qie.training.model.lora import round_adapters
-from qie.training.model.quantize import quantize_blocks
-from qie.training.model.training_forward import predict_target, use_training_forward
-from tests.training.small import CHANNELS, JOINT, LORA_TARGETS, inputs, small_transformer
+from qie.training.model.training_forward import use_training_forward
+from tests.training.small import CHANNELS, JOINT, Graphs, Kind, differences, inputs, kinds, lora, small_transformer
 
 TWO, THREE = [(1, 4, 6), (1, 4, 4)], [(1, 4, 6), (1, 4, 4), (1, 2, 6), (1, 6, 2)]
 EVERYWHERE = [
     *("to_q", "to_v", "add_q_proj", "add_k_proj", "to_out.0", "to_add_out"),
     *("img_mod.1", "txt_mod.1", "img_mlp.net.0.proj", "txt_mlp.net.2"),
 ]
-Kind = Callable[[QwenImageTransformer2DModel], object]
-
-
-def lora(name: str = "default", targets: Sequence[str] = LORA_TARGETS, **settings: Any) -> Kind:
-    config = LoraConfig(**{"r": 4, "target_modules": list(targets), "init_lora_weights": False, **settings})
-    return lambda transformer: transformer.requires_grad_(False).add_adapter(config, name)
-
-
-def two_adapters(transformer: QwenImageTransformer2DModel) -> None:
-    """Of other ranks, scales and targets; one is frozen."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        lora("frozen", EVERYWHERE, lora_alpha=10)(transformer)
-        lora()(transformer)
-    transformer.set_adapters(["frozen", "default"], [0.7, 1.3])
-    for name, weight in transformer.named_parameters():
-        weight.requires_grad_(".default." in name)
-
-
-def int8(transformer: QwenImageTransformer2DModel) -> None:
-    pytest.importorskip("torchao")
-    quantize_blocks(transformer.requires_grad_(False), "int8")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
-        lora()(transformer)
-
-
-KINDS: dict[str, Kind] = {
-    "LoRA": lora(),
-    "LoRA everywhere": lora(targets=EVERYWHERE, lora_alpha=3),
-    "two adapters": two_adapters,
-    "DoRA": lora(use_dora=True),
-    "all weights": lambda transformer: transformer.requires_grad_(True),
-    "int8": int8,
-}
+KINDS = kinds(EVERYWHERE)
 
 
 def made(kind: Kind, *, own: bool, dtype: torch.dtype = torch.float32, **changes: Any) -> QwenImageTransformer2DModel:
@@ -87,14 +51,6 @@ def step(
     (predicted.float() * weight).sum().backward()
     found = {name: each.grad for name, each in transformer.named_parameters() if each.grad is not None}
     return {**{name: grad.float() for name, grad in found.items()}, "prediction": predicted.detach().float()}
-
-
-def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Largest difference of each tensor, relative to its largest value."""
-    assert found.keys() == expected.keys(), "weights without a gradient are not those of diffusers' forward pass"
-    largest = {name: float(value.abs().max()) for name, value in expected.items()}
-    apart = {name: float((found[name] - value).abs().max()) for name, value in expected.items()}
-    return {name: apart[name] / (largest[name] or 1.0) for name in expected}
 
 
 @pytest.mark.parametrize("lengths", [(7,), (7, 4, 6)], ids=str)
@@ -189,17 +145,6 @@ def test_other_calls_are_diffusers_own_bit_for_bit() -> None:
     given["encoder_hidden_states_mask"] = torch.arange(7) < torch.tensor([[7], [4]])
     with torch.no_grad():
         assert torch.equal(transformer(**given)[0], made(KINDS["LoRA"], own=False)(**given)[0])
-
-
-class Graphs:
-    """A backend of torch.compile that counts graphs, and runs them as they are."""
-
-    def __init__(self) -> None:
-        self.made: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
-        self.made.append(graph)
-        return graph
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it elsewhere
