@@ -65,7 +65,7 @@ def grey3(grey: Picture) -> Picture:
 
 def on_white(colour: Picture, alpha: Picture) -> Picture:
     """Exact: 255 is odd, so no share of it is a half."""
-    share = alpha[..., None].astype(int)
+    share = alpha.astype(int)
     return ((colour * share + 255 * (255 - share) + 127) // 255).astype(np.uint8)
 
 
@@ -173,8 +173,8 @@ def oriented(orientation: int) -> Image.Exif:
     return exif
 
 
-def seen() -> dict[str, tuple[bytes, Picture]]:
-    """Odd files, and what a person sees in them."""
+def table() -> dict[str, tuple[bytes, Picture]]:
+    """Odd files, and what is in them: colours, and opacity as a fourth channel where some of it is transparent."""
     rng = np.random.default_rng(9)
     colour, other = scene(0), scene(1)
     grey, alpha = colour[..., 0], np.tile(np.linspace(0, 255, WIDTH).round().astype(np.uint8), (HEIGHT, 1))
@@ -190,8 +190,9 @@ def seen() -> dict[str, tuple[bytes, Picture]]:
     paletted, behind = Image.fromarray(index), Image.fromarray(15 - index)
     paletted.putpalette(palette.ravel().tolist())
     behind.putpalette((255 - palette).ravel().tolist())
-    holed, graded = palette.copy(), rng.integers(0, 256, 16, dtype=np.uint8)
-    holed[5] = 255
+    key, graded = (np.arange(16) != 5) * np.uint8(255), rng.integers(0, 256, 16, dtype=np.uint8)
+    paletted_alpha = Image.merge("PA", [Image.fromarray(index), Image.fromarray(alpha)])
+    paletted_alpha.putpalette(palette.ravel().tolist())
     keyed = np.where(grey[..., None] > 120, np.array([10, 20, 30], dtype=np.uint8), colour)
 
     inks = np.dstack([colour, other[..., :1] // 2])
@@ -225,7 +226,7 @@ def seen() -> dict[str, tuple[bytes, Picture]]:
         "16-bit grey TIFF, orientation 8": (saved(np.rot90(deep, -1), "TIFF", exif=oriented(8)), shallow(deep)),
         "palette PNG, orientation 3": (
             saved(paletted.rotate(180), exif=oriented(3), transparency=5),
-            holed[index],
+            np.dstack([palette[index], key[index]]),
         ),
         "orientation 9, which there is not": (saved(colour, exif=oriented(9)), colour),
         "progressive JPEG": (progressive, stored(progressive)),
@@ -241,24 +242,32 @@ def seen() -> dict[str, tuple[bytes, Picture]]:
         "palette PNG": (saved(paletted), palette[index]),
         "palette GIF": (saved(paletted, "GIF"), palette[index]),
         "palette BMP": (saved(paletted, "BMP"), palette[index]),
-        "palette PNG, one entry transparent": (saved(paletted, transparency=5), holed[index]),
-        "palette GIF, one entry transparent": (saved(paletted, "GIF", transparency=5), holed[index]),
+        "palette PNG, one entry transparent": (
+            saved(paletted, transparency=5),
+            np.dstack([palette[index], key[index]]),
+        ),
+        "palette GIF, one entry transparent": (
+            saved(paletted, "GIF", transparency=5),
+            np.dstack([palette[index], key[index]]),
+        ),
         "palette PNG, entries half transparent": (
             saved(paletted, transparency=graded.tobytes()),
-            on_white(palette[index], graded[index]),
+            np.dstack([palette[index], graded[index]]),
         ),
         "one colour transparent": (
             saved(keyed, transparency=(10, 20, 30)),
-            np.where((keyed == (10, 20, 30)).all(axis=-1)[..., None], np.uint8(255), keyed),
+            np.dstack([keyed, (keyed != (10, 20, 30)).any(axis=-1) * np.uint8(255)]),
         ),
-        "RGBA PNG": (saved(np.dstack([colour, alpha])), on_white(colour, alpha)),
+        "RGBA PNG": (saved(np.dstack([colour, alpha])), np.dstack([colour, alpha])),
+        "RGBA PNG, opaque": (saved(np.dstack([colour, alpha * 0 + 255])), colour),
         "RGBA WebP, lossless": (
             saved(np.dstack([colour, alpha]), "WEBP", lossless=True, exact=True),
-            on_white(colour, alpha),
+            np.dstack([colour, alpha]),
         ),
-        "RGBA TIFF": (saved(np.dstack([colour, alpha]), "TIFF"), on_white(colour, alpha)),
-        "RGBA, all transparent": (saved(np.dstack([colour, alpha * 0])), np.full_like(colour, 255)),
-        "grey with alpha": (saved(np.dstack([grey, alpha])), on_white(grey3(grey), alpha)),
+        "RGBA TIFF": (saved(np.dstack([colour, alpha]), "TIFF"), np.dstack([colour, alpha])),
+        "RGBA, all transparent": (saved(np.dstack([colour, alpha * 0])), np.dstack([colour, alpha * 0])),
+        "grey with alpha": (saved(np.dstack([grey, alpha])), np.dstack([grey3(grey), alpha])),
+        "palette TIFF with alpha": (saved(paletted_alpha, "TIFF"), np.dstack([palette[index], alpha])),
         # Depths
         "grey PNG": (saved(grey), grey3(grey)),
         "1 bit": (saved(grey > 120), grey3((grey > 120) * np.uint8(255))),
@@ -272,7 +281,7 @@ def seen() -> dict[str, tuple[bytes, Picture]]:
         "16-bit grey TIFF, white is zero": (saved(deep, "TIFF", tiffinfo=ifd), 255 - shallow(deep)),
         "16-bit grey PNG, one level transparent": (
             png(keyed[..., 0].astype(int) * 257, 16, 0, chunk(b"tRNS", struct.pack(">H", 10 * 257))),
-            np.where(keyed[..., :1] == 10, np.uint8(255), grey3(keyed[..., 0])),
+            np.dstack([grey3(keyed[..., 0]), (keyed[..., 0] != 10) * np.uint8(255)]),
         ),
         "16-bit RGB PNG": (png(colour.astype(int) * 257, 16, 2), colour),
         # Several frames
@@ -299,7 +308,7 @@ def seen() -> dict[str, tuple[bytes, Picture]]:
         ),
         "wide profile, transparent": (
             saved(np.dstack([colour, alpha]), icc_profile=ADOBE),
-            on_white(managed(colour, ADOBE), alpha),
+            np.dstack([managed(colour, ADOBE), alpha]),
         ),
         "wide profile, palette": (saved(paletted, icc_profile=ADOBE), managed(palette[index], ADOBE)),
         "linear profile that has sRGB in its name": (
@@ -309,7 +318,7 @@ def seen() -> dict[str, tuple[bytes, Picture]]:
         "grey profile": (saved(grey, icc_profile=LINEAR_GREY), managed(grey, LINEAR_GREY)),
         "grey profile, transparent": (
             saved(np.dstack([grey, alpha]), icc_profile=LINEAR_GREY),
-            on_white(managed(grey, LINEAR_GREY), alpha),
+            np.dstack([managed(grey, LINEAR_GREY), alpha]),
         ),
         "grey profile, 16 bit": (
             saved(grey.astype(np.uint16) * 257, icc_profile=LINEAR_GREY),
@@ -372,7 +381,12 @@ def refused() -> dict[str, tuple[bytes, str]]:
     }
 
 
-SEEN, REFUSED = seen(), refused()
+TABLE, REFUSED = table(), refused()
+TRANSPARENT = {name: (content, twin) for name, (content, twin) in TABLE.items() if twin.shape[2] == 4}
+# What a person sees of each, on a white page.
+SEEN = TABLE | {
+    name: (content, on_white(*np.split(twin, [3], axis=2))) for name, (content, twin) in TRANSPARENT.items()
+}
 SEVERAL_FRAMES = [name for name in SEEN if name.startswith(("animated", "several"))]
 
 
@@ -405,8 +419,19 @@ def test_an_odd_image_is_seen_as_its_plain_twin(
     found = prepared(encoder, row)
     assert_prepared_alike(found, expected)
     assert encoder.inspect(row)[1:] == encoder.inspect(expected.row)[1:]
-    images = ("the target", "control 1") if name in SEVERAL_FRAMES else ()
-    assert found.notes == tuple(f"{image} has several frames: the first is used" for image in images)
+    said = ["has several frames: the first is used"] if name in SEVERAL_FRAMES else []
+    said += ["has transparent parts: the model gets them as #ffffff (data.background)"] if name in TRANSPARENT else []
+    assert found.notes == tuple(f"{image} {what}" for what in said for image in ("the target", "control 1"))
+
+
+@pytest.mark.parametrize("name", TRANSPARENT)
+def test_a_family_with_opacity_is_given_it_however_a_file_holds_it(name: str, encoder_21: Encoder) -> None:
+    content, twin = TRANSPARENT[name]
+    plain = saved(np.ascontiguousarray(twin))
+    row = row_of(content, content)
+    found = prepared(encoder_21, row)
+    assert_prepared_alike(found, prepared(encoder_21, row_of(plain, plain)))
+    assert found.notes == () and found.target[0, 3].min() < 1
 
 
 def test_what_is_seen_alike_is_encoded_alike_and_another_picture_clearly_otherwise(encoder: Encoder) -> None:

@@ -196,6 +196,8 @@ def _print(report: Report, folder: object) -> None:
         )
     if report.clipped:
         echo(f"{report.clipped} values were beyond FP16's range and were clipped; qie-stats says where")
+    for note, count in report.notes.most_common():
+        echo(f"note: {count} × {note}")
 
 
 def _print_estimate(found: PrecomputeEstimate, recipe: Recipe) -> None:

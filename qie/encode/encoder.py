@@ -23,6 +23,7 @@ from qie.encode.images import (
     augmented,
     choose_view,
     decode_image,
+    decode_layers,
     fit_size,
     has_more_frames,
     on_background,
@@ -137,9 +138,9 @@ def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:
             hint="an edit_plus model takes several" if row.controls else "every row needs an image to edit",
         )
     check_prompt(row.prompt)
-    behind = None if family.alpha else recipe.background
     images = {"the target": row.target} | {f"control {n}": content for n, content in enumerate(row.controls, start=1)}
-    decoded = {what: decode_image(content, what, behind, max_image_px) for what, content in images.items()}
+    layers = {what: decode_layers(content, what, max_image_px) for what, content in images.items()}
+    decoded = {what: one.rgba if family.alpha else one.on(recipe.background) for what, one in layers.items()}
     target, *controls = (Picture.of(augmented(image, row.augment), recipe) for image in decoded.values())
     loss_mask = None
     if row.mask is not None:
@@ -149,11 +150,17 @@ def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:
             require_proportions(mask, decoded["the target"].size)
             mask = augmented(mask.resize(decoded["the target"].size, Image.Resampling.BOX), row.augment)
         loss_mask = to_loss_mask(mask, target.image.size, target.view, family.latent_scale)
-    notes = tuple(
+    notes = [
         f"{what} has several frames: the first is used" for what, content in images.items() if has_more_frames(content)
-    )
+    ]
+    if not family.alpha:
+        notes += [
+            f"{what} has transparent parts: the model gets them as {recipe.background} (data.background)"
+            for what, one in layers.items()
+            if one.opacity is not None
+        ]
     shape = Shape(target.latent_size(recipe), tuple(control.latent_size(recipe) for control in controls))
-    return DecodedRow(row, normal_prompt(row.prompt), target, tuple(controls), loss_mask, notes, shape)
+    return DecodedRow(row, normal_prompt(row.prompt), target, tuple(controls), loss_mask, tuple(notes), shape)
 
 
 def text_room(family: Family, shape: Shape) -> int:

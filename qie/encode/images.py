@@ -49,14 +49,38 @@ class View:
     size: Size
 
 
-def decode_image(content: bytes, what: str, background: str | None, max_px: int = MAX_IMAGE_PX) -> Image.Image:
-    """The RGB image in a file, as a viewer shows it: upright by its EXIF orientation, composited on `background`,
-    converted to sRGB by its embedded profile. An animation gives its first frame. Without a background it is RGBA.
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """The colours of a decoded image, and how opaque each of its pixels is; None where all are."""
+
+    rgb: Image.Image
+    opacity: Image.Image | None
+
+    def on(self, background: str) -> Image.Image:
+        """RGB, with a colour behind transparent pixels."""
+        if self.opacity is None:
+            return self.rgb
+        return Image.composite(self.rgb, Image.new("RGB", self.rgb.size, background), self.opacity)
+
+    @property
+    def rgba(self) -> Image.Image:
+        whole = self.rgb.copy()
+        whole.putalpha(255 if self.opacity is None else self.opacity)
+        return whole
+
+
+def decode_image(content: bytes, what: str, background: str, max_px: int = MAX_IMAGE_PX) -> Image.Image:
+    """The RGB image in a file, on `background`; see `decode_layers`."""
+    return decode_layers(content, what, max_px).on(background)
+
+
+def decode_layers(content: bytes, what: str, max_px: int = MAX_IMAGE_PX) -> Layers:
+    """The image in a file, as a viewer shows it: upright by its EXIF orientation, converted to sRGB by its embedded
+    profile. An animation gives its first frame.
 
     Args:
         content: the file.
         what: which image of the row this is, for messages.
-        background: colour behind transparent pixels; None to keep their opacity.
         max_px: larger images are refused before they are decoded.
 
     Raises:
@@ -68,7 +92,7 @@ def decode_image(content: bytes, what: str, background: str | None, max_px: int 
             _require_size(image.size, what, max_px)
             image.load()
             white_is_zero = getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == 0
-            return _rgb(_levels(_upright(image), white_is_zero), what, background)
+            return _layers(_levels(_upright(image), white_is_zero), what)
     except RowError:
         raise
     except UnidentifiedImageError as error:
@@ -132,7 +156,7 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _rgb(image: Image.Image, what: str, background: str | None) -> Image.Image:
+def _layers(image: Image.Image, what: str) -> Layers:
     if image.mode in ("I", "F"):
         raise RowError(
             f"{what} is greyscale, and the range of its values is unknown", hint="save it as PNG with 8 or 16 bits"
@@ -143,14 +167,9 @@ def _rgb(image: Image.Image, what: str, background: str | None) -> Image.Image:
         image = image.convert("LA" if grey else "RGBA")
         alpha = image.getchannel("A")
         image = image.convert("L" if grey else "RGB")
-    image = _srgb(image)
-    if background is None:
-        image.putalpha(255 if alpha is None else alpha)
-        return image
-    if alpha is None:
-        return image
-    behind = Image.new("RGB", image.size, background)
-    return Image.composite(image, behind, alpha)
+        if alpha.getextrema() == (255, 255):
+            alpha = None
+    return Layers(_srgb(image), alpha)
 
 
 def _srgb(image: Image.Image) -> Image.Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ class Report:
         shards_busy: shards of another run that this one waits for; 0 at the end.
         bytes_written: of tars.
         clipped: values clipped to FP16's range.
+        notes: what encoding did to rows that their owner may want to know -> samples encoded by this run.
         loads: the work of each stage.
         seconds: since the first row; for several processes, the longest.
     """
@@ -35,6 +37,7 @@ class Report:
     shards_busy: int = 0
     bytes_written: int = 0
     clipped: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
     skipped: list[Skipped] = field(default_factory=list)
     loads: dict[str, Load] = field(default_factory=dict)
     seconds: float = 0.0
@@ -52,6 +55,7 @@ class Report:
                 "shards_busy",
                 "bytes_written",
                 "clipped",
+                "notes",
                 "skipped",
             )
         }

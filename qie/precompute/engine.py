@@ -391,6 +391,7 @@ def _count_row(report: Report, one: Fresh | RowOutcome) -> None:
         case Encoded(entry):
             report.encoded += 1
             report.clipped += entry.clipped
+            report.notes.update(entry.notes)
         case Reused() | Duplicate():
             report.reused += 1
         case Skipped():

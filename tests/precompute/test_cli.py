@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from PIL import Image
 
-from qie.cli import precompute
+from qie.cli import precompute, stats
 from tests.conftest import AREA_PX, ROOT
 
 
@@ -108,6 +110,27 @@ def test_a_dry_run_writes_nothing_and_finds_what_the_workers_would_find(config: 
     result = run(config, "--output", tmp_path / "out", "--dry-run")
     assert "12 samples can be encoded, 0 cannot" in result.stdout and "12 to encode" in result.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_opacity_that_the_family_has_no_place_for_is_told_at_the_end_and_in_the_index(
+    config: Path, photos: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(photos, tmp_path / "photos")
+    names = [path.name for path in sorted((photos / "training_images").glob("*.png"))[:3]]
+    for part, name in (("training_images", names[0]), ("training_images", names[1]), ("control_images", names[1])):
+        with Image.open(tmp_path / "photos" / part / name) as image:
+            image.putalpha(Image.linear_gradient("L").resize(image.size))
+            image.save(tmp_path / "photos" / part / name)
+    with Image.open(tmp_path / "photos" / "training_images" / names[2]) as image:
+        image.putalpha(255)
+        image.save(tmp_path / "photos" / "training_images" / names[2])
+    arguments = ["--set", f"data.source={tmp_path / 'photos'}", "--set", "data.background='#204060'", "--end-idx", 3]
+    result = run(config, *arguments, "--output", tmp_path / "out", "--devices", "cpu,cpu", "--shard-size", 1)
+    why = "has transparent parts: the model gets them as #204060 (data.background)"
+    lines = [line for line in result.stdout.splitlines() if line.startswith("note: ")]
+    assert lines == [f"note: 2 × the target {why}", f"note: 1 × control 1 {why}"]
+    told = CliRunner().invoke(stats.main, [str(tmp_path / "out")]).stdout
+    assert all(line in told for line in lines)
 
 
 def test_parts_write_what_one_run_writes_and_one_without_rows_says_so(config: Path, tmp_path: Path) -> None:
