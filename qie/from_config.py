@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     from qie.types import Facts, Row, Sample
 
 
+def open_model(config: Config, components: tuple[str, ...] = ENCODERS) -> PretrainedModel:
+    """The pretrained model of a configuration, its VAE that of model.vae; see `open_pretrained`."""
+    model = config.model
+    return open_pretrained(model.pretrained_model_name_or_path, model.family, components, vae=model.vae)
+
+
 def open_encoder(config: Config) -> Encoder:
     """The encoder of a configuration. Hashes its weights now; the first row loads them.
 
@@ -43,7 +49,7 @@ def open_encoder(config: Config) -> Encoder:
     """
     vae_device = resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device")
     text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
-    pretrained = open_pretrained(config.model.pretrained_model_name_or_path, config.model.family)
+    pretrained = open_model(config)
     return inference_encoder(config, pretrained, vae_device, text_device)
 
 
@@ -162,7 +168,7 @@ def open_predictor(config: Config, lora: str | Path | None = None, transformer: 
     """The predictor of a configuration, on the devices of its section predict, its base quantized as model.quantize.
 
     Args:
-        config: its model.adapters are part of the model.
+        config: its model.adapters are part of the model, but for those with train_only.
         lora: folder or file of one more adapter, such as a checkpoint.
         transformer: a checkpoint of a run that trained all weights; its transformer replaces the base model's.
 
@@ -178,10 +184,8 @@ def open_predictor(config: Config, lora: str | Path | None = None, transformer: 
     vae_device = resolve_device(devices.vae, "predict.devices.vae")
     text_device = resolve_device(devices.text_encoder, "predict.devices.text_encoder")
     transformer_device = resolve_device(devices.transformer, "predict.devices.transformer")
-    adapters = [*model.adapters, *([AdapterConfig(path=str(lora))] if lora else [])]
-    pretrained = open_pretrained(
-        model.pretrained_model_name_or_path, model.family, (*ENCODERS, "transformer", "scheduler")
-    )
+    adapters = [*model.permanent_adapters, *([AdapterConfig(path=str(lora))] if lora else [])]
+    pretrained = open_model(config, (*ENCODERS, "transformer", "scheduler"))
     trained = open_transformer(Path(transformer), pretrained) if transformer else None
     if adapters:
         check_adapters(empty_transformer(trained or pretrained), adapters, "the adapter, or model.adapters")
@@ -222,8 +226,8 @@ def open_samples(config: Config, device: torch.device) -> SampleImages | None:
         return None
     from qie.inference.sample_images import SampleImages, embed_samples, read_samples
 
-    model, named = config.model, config.predict.devices.text_encoder
-    pretrained = open_pretrained(model.pretrained_model_name_or_path, model.family, (*ENCODERS, "scheduler"))
+    named = config.predict.devices.text_encoder
+    pretrained = open_model(config, (*ENCODERS, "scheduler"))
     controls = read_samples(config, pretrained.family.name)
     text_device = device if named == "auto" else resolve_device(named, "predict.devices.text_encoder")
     encoder = inference_encoder(config, pretrained, device, text_device)

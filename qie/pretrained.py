@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,32 @@ _CONFIG_FILES = {
     "processor": ("preprocessor_config.json", "processor_config.json"),
     "scheduler": ("scheduler_config.json",),
 }
+_VAE_CONFIG = "config.json"
+_LATENT_SPACE = (
+    "z_dim",
+    "temperal_downsample",
+    "scale_factor_spatial",
+    "patch_size",
+    "input_channels",
+    "in_channels",
+    "latents_mean",
+    "latents_std",
+)
+"""Settings of a VAE that its latents' channels, scale and normalisation follow from."""
 _NOT_CONTENT = {"_name_or_path", "_diffusers_version", "transformers_version"}
 
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A local folder that holds a model of the Qwen-Image family, and which family of models it is of."""
+    """A local folder that holds a model of the Qwen-Image family, and which family of models it is of.
+
+    Attributes:
+        vae: the folder of another VAE that takes the place of the model's own.
+    """
 
     folder: Path
     family: Family
+    vae: Path | None = None
 
     def holds(self, name: str) -> bool:
         """Whether a component is there, with all its weights: of a download that was cut short it may not be."""
@@ -82,6 +99,8 @@ class PretrainedModel:
         return folder
 
     def _folder(self, name: str) -> Path:
+        if name == "vae" and self.vae is not None:
+            return self.vae
         return self.folder / (self.family.tokenizer_folder if name == "tokenizer" else name)
 
 
@@ -102,18 +121,33 @@ def loading(folder: Path) -> Iterator[None]:
 
 
 def open_pretrained(
-    name_or_path: str, family: str = "auto", components: tuple[str, ...] = ENCODERS, *, weights: bool = True
+    name_or_path: str,
+    family: str = "auto",
+    components: tuple[str, ...] = ENCODERS,
+    *,
+    vae: str | None = None,
+    weights: bool = True,
 ) -> PretrainedModel:
     """The pretrained model in a folder, or on the Hugging Face Hub, with `components` checked and present.
 
-    Without `weights`, their configuration alone is downloaded.
+    Args:
+        name_or_path: the model.
+        family: of the model; auto reads it.
+        components: those that have to be there. Of a model on the Hub, only they are downloaded.
+        vae: folder or hub name of another VAE, or of a model that has it, instead of the model's own.
+        weights: download weights, too, and not only what configures them.
 
     Raises:
-        ModelError: there is none, a component is missing or foreign, or `family` does not fit it.
+        ModelError: there is none, a component is missing or foreign, or `family` or `vae` does not fit it.
     """
     folder = local_path(name_or_path)
     if not folder.is_dir():
-        folder = _download(name_or_path, components, "*" if weights else "*.json")
+        # What another VAE has to fit stands in the configuration of the model's own.
+        own = [f"vae/{_VAE_CONFIG}"] if vae else []
+        components_there = [name for name in components if name != "vae" or not vae]
+        files = "*" if weights else "*.json"
+        patterns = ["model_index.json", *own, *(f"{name}/{files}" for name in components_there)]
+        folder = _download(name_or_path, patterns, "model.pretrained_model_name_or_path")
     index = folder / "model_index.json"
     if not index.is_file():
         raise ModelError(
@@ -125,9 +159,78 @@ def open_pretrained(
         )
     pretrained = PretrainedModel(folder, _family(read_json(index).get("_class_name"), family, index))
     _require_diffusers(pretrained.family)
+    if vae is not None:
+        pretrained = _with_vae(pretrained, find_vae(vae, weights=weights))
     for component in components:
         pretrained.component(component)
     return pretrained
+
+
+def find_vae(place: str, *, weights: bool = True) -> Path:
+    """The folder of a VAE: `place` itself, the `vae` of the model that is there, or either of them on the Hub.
+
+    Raises:
+        ModelError: there is none.
+    """
+    folder = local_path(place)
+    if not folder.is_dir():
+        kind = "" if weights else ".json"
+        # A pattern's star takes slashes, too: one that begins with it would fetch a whole model.
+        patterns = [_VAE_CONFIG, f"diffusion_pytorch_model*{kind}", f"vae/*{kind}"]
+        folder = _download(place, patterns, "model.vae")
+    for found in (folder / "vae", folder):
+        if (found / _VAE_CONFIG).is_file():
+            return found
+    raise ModelError(
+        "the folder holds no VAE in the diffusers layout",
+        where=folder,
+        expected=f"{_VAE_CONFIG} and weights, here or in vae/",
+        found=_listing(folder),
+        hint="correct model.vae",
+    )
+
+
+def open_vae(place: str) -> PretrainedModel:
+    """A VAE alone, found as `find_vae` finds it, as a model that has no other component.
+
+    Raises:
+        ModelError: there is none, or it is of no family that qie knows.
+    """
+    folder = find_vae(place)
+    kind = _class_name(read_json(folder / _VAE_CONFIG))
+    family = next((family for family in FAMILIES.values() if family.vae == kind), None)
+    if family is None:
+        raise ModelError(
+            "qie does not know VAEs of this class",
+            where=folder,
+            expected=" or ".join(sorted({family.vae for family in FAMILIES.values()})),
+            found=kind,
+        )
+    _require_diffusers(family)
+    return PretrainedModel(folder, family, vae=folder)
+
+
+def _with_vae(model: PretrainedModel, vae: Path) -> PretrainedModel:
+    """The model with another VAE. Raises ModelError unless it has the latent space of the model's own."""
+    changed = replace(model, vae=vae)
+    changed.component("vae")
+    found, own = read_json(vae / _VAE_CONFIG), model.folder / "vae" / _VAE_CONFIG
+    expected = read_json(own) if own.is_file() else {"z_dim": model.family.latent_channels}
+    for name in _LATENT_SPACE:
+        if name in expected and found.get(name) != expected[name]:
+            raise ModelError(
+                "the VAE has another latent space than the model's",
+                where=vae / _VAE_CONFIG,
+                expected=f"{name}: {_short(expected[name])}",
+                found=_short(found.get(name)),
+                hint="correct model.vae: a transformer works in the latent space that it was trained in",
+            )
+    return changed
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def content_files(folder: Path) -> list[Path]:
@@ -226,12 +329,11 @@ def _listing(folder: Path) -> str:
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "an empty folder"
 
 
-def _download(name: str, components: tuple[str, ...], files: str) -> Path:
+def _download(name: str, patterns: list[str], key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["model_index.json", *(f"{component}/{files}" for component in components)]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
@@ -239,5 +341,5 @@ def _download(name: str, components: tuple[str, ...], files: str) -> Path:
             where=name,
             expected="a folder in the diffusers layout, or the name of a model on the Hugging Face hub",
             found=str(error).splitlines()[0],
-            hint="correct model.pretrained_model_name_or_path",
+            hint=f"correct {key}",
         ) from error

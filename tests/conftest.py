@@ -16,6 +16,8 @@ from unittest import mock
 
 import pytest
 
+from qie.families import FAMILIES
+
 # Bits depend on the number of threads; child processes inherit this.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -62,6 +64,24 @@ def tiny_21(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if tuple(map(int, release)) < (0, 42):
         pytest.skip("Qwen-Image-2.1 needs diffusers 0.42")
     return _tiny_model(tmp_path_factory.mktemp("models") / "qwen_image_21", "qwen_image_21")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Each family of models in turn: a test that asks for it, or for what is made of it, runs for all."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(family: str, request: pytest.FixtureRequest) -> Path:
+    """The tiny model of `family`."""
+    return request.getfixturevalue({"edit": "tiny_edit", "edit_plus": "tiny_edit_plus"}.get(family, "tiny_21"))
+
+
+@pytest.fixture(scope="module")
+def family_encoder(family: str, request: pytest.FixtureRequest):
+    """The real encoder on the tiny model of `family`."""
+    return request.getfixturevalue({"edit": "encoder", "edit_plus": "encoder_plus"}.get(family, "encoder_21"))
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
 """Runs of precompute as real processes, which may die at a chosen moment. Run as a script, it forks them.
 
-A line that it reads is JSON: directory, how many events a run may live to see, and ranges of rows with a shard size,
-for each of which a run is started at once. It prints their wait statuses and the rows that they encoded. An event is a
-moment at which something can be half done: a row about to be encoded, and every call that opens, syncs, renames,
-removes or appends to a file.
+A line that it reads is JSON: directory, family of models, how many events a run may live to see, and ranges of rows
+with a shard size, for each of which a run is started at once. It prints their wait statuses and the rows that they
+encoded. An event is a moment at which something can be half done: a row about to be encoded, and every call that opens,
+syncs, renames, removes or appends to a file.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Lives:
         events: int = 1 << 60,
         ranges: Sequence[tuple[int, int]] = ((0, ROWS),),
         sizes: Sequence[int] = (SHARD_SIZE,),
+        family: str = "edit",
     ) -> tuple[bool, list[int]]:
         """Whether a run was killed, and which rows they encoded. The ranges take turns with shard `sizes`."""
         assert self._warden.stdin and self._warden.stdout
         runs = [(*rows, sizes[number % len(sizes)]) for number, rows in enumerate(ranges)]
-        self._warden.stdin.write(json.dumps([str(directory), events, runs]) + "\n")
+        self._warden.stdin.write(json.dumps([str(directory), family, events, runs]) + "\n")
         self._warden.stdin.flush()
         statuses, encoded = json.loads(self._warden.stdout.readline())
         assert set(statuses) <= {0, signal.SIGKILL}, statuses
@@ -87,9 +88,9 @@ def _mortal(events: int) -> None:
     counted(StubEncoder, "encode")
 
 
-def _run(directory: Path, events: int, rows: tuple[int, int], shard_size: int, report: int) -> None:
+def _run(directory: Path, family: str, events: int, rows: tuple[int, int], shard_size: int, report: int) -> None:
     from qie.precompute import precompute
-    from tests.stubs import StubEncoder, StubSource
+    from tests.stubs import RECIPES, StubEncoder, StubSource
 
     class Telling(StubEncoder):
         def encode(self, row):  # type: ignore[no-untyped-def]
@@ -98,7 +99,7 @@ def _run(directory: Path, events: int, rows: tuple[int, int], shard_size: int, r
             return sample
 
     _mortal(events)
-    precompute(StubSource.of(ROWS), Telling(), directory, rows=rows, shard_size=shard_size)
+    precompute(StubSource.of(ROWS), Telling(RECIPES[family]), directory, rows=rows, shard_size=shard_size)
 
 
 def main() -> None:
@@ -106,14 +107,14 @@ def main() -> None:
     import tests.stubs  # noqa: F401
 
     for line in sys.stdin:
-        directory, events, runs = json.loads(line)
+        directory, family, events, runs = json.loads(line)
         reader, writer = os.pipe()
         children = []
         for first, last, shard_size in runs:
             children.append(os.fork())
             if children[-1] == 0:
                 os.close(reader)
-                _run(Path(directory), events, (first, last), shard_size, writer)
+                _run(Path(directory), family, events, (first, last), shard_size, writer)
                 os._exit(0)
         os.close(writer)
         with os.fdopen(reader) as told:

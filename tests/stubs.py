@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from qie.errors import RowError
+from qie.families import FAMILIES
 from qie.recipe import Recipe
 from qie.stages import Stage, Stages
 from qie.types import Facts, Row, Sample, Shape
@@ -25,14 +26,25 @@ RECIPE = Recipe(
     template="5" * 64,
     resampling="6" * 64,
 )
+RECIPES = {
+    name: replace(RECIPE, family=name, prompt_dtype=None if family.prompt_dtype == "float16" else family.prompt_dtype)
+    for name, family in FAMILIES.items()
+}
 SHAPES = (Shape((4, 4), ((4, 4),)), Shape((4, 6), ((4, 6),)), Shape((4, 4), ((2, 4), (4, 2))))
+SHAPES_WITH_NONE = (*SHAPES, Shape((4, 4), ()))
 
 
 class StubEncoder:
-    """Tensors of a row from its key: quick, and different for every content. Counts what it encodes."""
+    """Tensors of a row from its key, of the recipe's family: quick, and different for every content. Counts what it
+    encodes.
+
+    Of a family that takes rows without controls, some samples have none, whatever the row says.
+    """
 
     def __init__(self, recipe: Recipe = RECIPE) -> None:
         self.recipe = recipe
+        self._family = FAMILIES[recipe.family]
+        self._shapes = SHAPES if self._family.min_controls else SHAPES_WITH_NONE
         self.encoded: list[int] = []
 
     @property
@@ -43,7 +55,7 @@ class StubEncoder:
         if row.target == b"broken":
             raise RowError("the target is damaged: broken")
         key = self.recipe.key(row)
-        return Facts(key, SHAPES[int(key[:8], 16) % len(SHAPES)], 5 + int(key[8], 16))
+        return Facts(key, self._shapes[int(key[:8], 16) % len(self._shapes)], 5 + int(key[8], 16))
 
     def encode_together(self, rows: list[Row]) -> list[Sample | RowError]:
         results: list[Sample | RowError] = []
@@ -59,22 +71,24 @@ class StubEncoder:
         self.encoded.append(row.index)
         generator = torch.Generator().manual_seed(int(hashlib.sha256(key.encode()).hexdigest()[:15], 16))
 
-        def draw(*size: int) -> torch.Tensor:
-            return torch.randn(size, generator=generator).half()
+        def draw(*size: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+            return torch.randn(size, generator=generator).to(dtype)
 
-        prefix = 4
-        prompt = draw(length, 8)
-        empty = torch.cat([prompt[:prefix], draw(2, 8)])
+        prefix, channels = 4, self._family.latent_channels
+        of_text = getattr(torch, self._family.prompt_dtype)
+        prompt = draw(length, 8, dtype=of_text)
+        empty = torch.cat([prompt[:prefix], draw(2, 8, dtype=of_text)])
         return Sample(
             key=key,
             prompt=row.prompt,
-            pixel_latent=draw(16, 1, *shape.target),
-            control_latent=tuple(draw(16, 1, *size) for size in shape.controls),
+            pixel_latent=draw(channels, 1, *shape.target),
+            control_latent=tuple(draw(channels, 1, *size) for size in shape.controls),
             prompt_embed=prompt,
             prompt_embeds_mask=torch.ones(length, dtype=torch.bool),
             empty_tail=empty[prefix:],
             empty_prompt_embeds_mask=torch.ones(len(empty), dtype=torch.bool),
             shared_prefix=prefix,
+            image_slots=tuple(range(1, len(shape.controls) + 1)) if self._family.interleaved else None,
         )
 
 

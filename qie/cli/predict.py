@@ -86,7 +86,7 @@ def main(
     settings = {"steps": steps, "cfg": cfg, "model": config.model.pretrained_model_name_or_path}
     settings |= {"transformer": transformer} if transformer else {}
     settings |= {"quantize": config.model.quantize} if config.model.quantize else {}
-    settings |= {"loras": [adapter.model_dump() for adapter in config.model.adapters]}
+    settings |= {"loras": [adapter.model_dump(exclude={"train_only"}) for adapter in config.model.permanent_adapters]}
     total = sum(len(request.outputs) for request in requests) * steps
     with Progress("generating", total, "steps", quiet=quiet) as progress:
         for file, image in iter_generated(predictor, requests, conditions, sampling, settings, progress.at):
@@ -169,7 +169,7 @@ def parse_lora(text: str) -> AdapterConfig:
 
 
 def with_loras(config: Config, words: Sequence[str]) -> Config:
-    """The configuration, with the adapters of --lora added to its model.adapters.
+    """The configuration, with the adapters of --lora added to its model.adapters, less those of training alone.
 
     Raises:
         UsageError: a path holds no adapter, or the same one is named twice and would count twice.
@@ -178,7 +178,7 @@ def with_loras(config: Config, words: Sequence[str]) -> Config:
     from qie.paths import local_path
     from qie.training.model.adapter_file import ADAPTER_FILE
 
-    adapters = [*config.model.adapters, *map(parse_lora, words)]
+    adapters = [*config.model.permanent_adapters, *map(parse_lora, words)]
     files: set[Path] = set()
     for adapter in adapters:
         path = local_path(adapter.path)

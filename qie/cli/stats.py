@@ -54,7 +54,7 @@ GALLERY = 24
 @click.option(
     "--vae",
     metavar="MODEL_DIR",
-    help="A model whose VAE decodes pictures for samples without a thumbnail (cache.thumbnail_px).",
+    help="A model, or a VAE, that decodes pictures for samples without a thumbnail (cache.thumbnail_px).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @quiet_option

@@ -63,8 +63,8 @@ def main(
     if not dry_run and (gpu or vram):
         raise UsageError("--gpu and --vram belong to a dry run", hint="add --dry-run; a run takes the GPU that is here")
     config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
-    name, family = config.model.pretrained_model_name_or_path, config.model.family
-    pretrained = open_pretrained(name, family, ("transformer", "scheduler"), weights=not dry_run)
+    name, family, vae = config.model.pretrained_model_name_or_path, config.model.family, config.model.vae
+    pretrained = open_pretrained(name, family, ("transformer", "scheduler"), vae=vae, weights=not dry_run)
     quiet_libraries()
     if dry_run:
         _dry_run(config, pretrained, shards, gpu, vram, follow=options["follow"], quiet=options["quiet"])

@@ -339,10 +339,14 @@ class LoraConfig(Section):
 
 
 class AdapterConfig(Section):
-    """A further, frozen adapter: part of the model during training."""
+    """A further, frozen adapter: part of the model during training, and after it unless `train_only`."""
 
     path: LocalPath = Field(description="A checkpoint's folder, or a LoRA that diffusers reads.")
     scale: float = Field(1.0, ge=-1000, le=1000, description="Factor of its output.")
+    train_only: bool = Field(
+        False,
+        description="Part of the model in training and in both losses, not in sample images nor in qie-predict.",
+    )
 
 
 class ModelConfig(Section):
@@ -354,6 +358,11 @@ class ModelConfig(Section):
     )
     lora: LoraConfig | None = Field(
         LoraConfig(), description="The adapter to train; null: train all weights of the transformer."
+    )
+    vae: str | None = Field(
+        None,
+        description="Hub name or folder of another VAE of the same latent space, or of a model that has it; null: the "
+        "model's own.",
     )
     adapters: list[AdapterConfig] = Field([], description="Further adapters, which stay frozen.")
     quantize: Quantization | None = Field(
@@ -370,6 +379,11 @@ class ModelConfig(Section):
         if self.lora is None and self.adapters:
             raise ValueError("adapters cannot be used when all weights are trained: adapters needs lora")
         return self
+
+    @property
+    def permanent_adapters(self) -> list[AdapterConfig]:
+        """The frozen adapters that are part of the model after training, too."""
+        return [adapter for adapter in self.adapters if not adapter.train_only]
 
 
 class TrainConfig(Section):

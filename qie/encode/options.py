@@ -22,6 +22,7 @@ HASHED = ("vae", "text_encoder", "tokenizer")
 
 _CONFIG_KEYS = {
     "family": "model.family",
+    "vae": "model.vae, or model.pretrained_model_name_or_path",
     "areas_px": "data.area_px",
     "buckets_px": "data.buckets_px",
     "text_area_px": "data.text_area_px",

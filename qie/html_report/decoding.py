@@ -8,7 +8,7 @@ from PIL import Image
 from qie.devices import resolve_device, resolve_dtype
 from qie.errors import ModelError, QieError, UsageError
 from qie.inference import load_vae
-from qie.pretrained import content_hash, open_pretrained
+from qie.pretrained import content_hash, open_vae
 
 
 class VaeDecoder:
@@ -19,14 +19,14 @@ class VaeDecoder:
     """
 
     def __init__(self, place: str) -> None:
-        """Load the VAE of the model in a folder, or on the Hugging Face Hub; on a GPU, if there is one.
+        """Load the VAE in a folder or on the Hugging Face Hub, alone or in a model; on a GPU, if there is one.
 
         Raises:
             UsageError: there is none that could be loaded.
         """
         device = resolve_device("auto", "--vae")
         try:
-            pretrained = open_pretrained(place, components=("vae",))
+            pretrained = open_vae(place)
             vae = load_vae(pretrained, getattr(torch, resolve_dtype("auto", device)))
             self.content = content_hash(pretrained.component("vae"))
         except ModelError as error:
@@ -35,7 +35,7 @@ class VaeDecoder:
                 where=error.where,
                 expected=error.expected,
                 found=error.found,
-                hint="--vae takes the folder of a model in the diffusers layout, with model_index.json and vae/ in it",
+                hint="--vae takes the folder of a model in the diffusers layout, with vae/ in it, or that of a VAE",
             ) from error
         self._vae = vae.to(device).eval().requires_grad_(False)
         mean, std = (

@@ -23,19 +23,19 @@ from qie.devices import resolve_device, resolve_dtype
 from qie.encode import Encoder
 from qie.errors import GoneError, UsageError
 from qie.families import NULL_PROMPT
-from qie.from_config import open_encoder, open_predictor, open_rows, variants
+from qie.from_config import open_encoder, open_model, open_predictor, open_rows, variants
 from qie.inference import Predictor, free, load_vae
 from qie.legacy.dataset import ImageDataset, pictures
 from qie.legacy.embedding_cache import check_cache_exists
 from qie.legacy.names import ignored, missing
 from qie.legacy.settings import changed, require_frozen
 from qie.precompute import Report, Settings, precompute
-from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
+from qie.pretrained import ENCODERS, PretrainedModel
 from qie.stream_chooser import open_training_stream
 from qie.training.loop import Outcome, save_checkpoint, train
 from qie.training.model.adapter_file import ADAPTER_FILE, export_adapter, find_adapter
 from qie.training.model.load import load_scheduler
-from qie.training.model.lora import merge_adapter, save_adapter
+from qie.training.model.lora import merge_adapter, save_adapter, without_train_only
 from qie.training.model.quantize import quantize_blocks
 from qie.training.processes import open_accelerator
 from qie.training.reporting.card import Reporter
@@ -150,8 +150,7 @@ class QwenImageEditTrainer:
     def pretrained(self) -> PretrainedModel:
         """The base model. Now: `qie.open_pretrained`."""
         if self._pretrained is None:
-            model, parts = self.config.model, (*ENCODERS, "transformer", "scheduler")
-            self._pretrained = open_pretrained(model.pretrained_model_name_or_path, model.family, parts)
+            self._pretrained = open_model(self.config, (*ENCODERS, "transformer", "scheduler"))
         return self._pretrained
 
     @property
@@ -405,7 +404,8 @@ class QwenImageEditTrainer:
         Now: `tools/export_adapter.py RUN --merge --model M --output DIR`, or `qie.training.model.lora.merge_adapter`.
         """
         if output is None:
-            self.transformer.fuse_lora()
+            with without_train_only(self.transformer):
+                self.transformer.fuse_lora()
         else:
             merge_adapter(self.pretrained, self._adapter(), Path(output))
 

@@ -171,7 +171,11 @@ def identity(config: Config, pretrained: PretrainedModel) -> dict[str, Any]:
     return {
         "base model": content_hash(pretrained.component("transformer")),
         "model.lora": lora and {name: value for name, value in lora.items() if name != "continue_from"},
-        "model.adapters": model["adapters"],
+        # Checkpoints of before `train_only` was there do not name it.
+        "model.adapters": [
+            {name: value for name, value in adapter.items() if name != "train_only" or value}
+            for adapter in model["adapters"]
+        ],
         "model.quantize": model["quantize"],
         "train.mixed_precision": train["mixed_precision"],
         "train.fp8_compute": train["fp8_compute"] or None,  # which checkpoints of before it was there do not name

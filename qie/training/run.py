@@ -217,7 +217,7 @@ class Run:
         main = self.accelerator.is_main_process
         if not main and not self.trainable.sharded:
             return []
-        with self.trainable.evaluating() as model:
+        with self.trainable.evaluating(as_released=True) as model:
             images = generate(model)
         return images if main else []
 

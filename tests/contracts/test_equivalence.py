@@ -54,10 +54,8 @@ def assert_live_equals_cached(place: Path, encoder, shards: Path, batch_size: in
     return read
 
 
-@pytest.mark.parametrize("name", ["encoder", "encoder_21"])
-def test_live_and_cached_batches_are_bit_identical(photos: Path, name: str, request, tmp_path: Path) -> None:
-    encoder = request.getfixturevalue(name)
-    read = assert_live_equals_cached(photos, encoder, tmp_path / "shards", batch_size=2)
+def test_live_and_cached_batches_are_bit_identical(photos: Path, family_encoder, tmp_path: Path) -> None:
+    read = assert_live_equals_cached(photos, family_encoder, tmp_path / "shards", batch_size=2)
     assert any(batch.prompt_embeds_mask is not None for batch in read), (
         "no batch had padding: the test shows too little"
     )
@@ -105,31 +103,38 @@ def test_so_they_are_with_and_without_controls_and_with_transparent_targets(
 
 
 @pytest.fixture(scope="module")
-def whole(photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(photos: Path, family_encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of all photographs."""
     folder = tmp_path_factory.mktemp("whole") / "shards"
-    precompute(open_source(photos), encoder, folder, rows=(0, 12), shard_size=5)
+    precompute(open_source(photos), family_encoder, folder, rows=(0, 12), shard_size=5)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("damage", "order"),
+    ("family", "damage", "order"),
     [
-        *((damage, "shuffle") for damage in ("missing", "empty", "partial", "index", "tar", "record")),
-        ("partial", "blocks"),
+        *(("edit", damage, "shuffle") for damage in ("missing", "empty", "partial", "index", "tar", "record")),
+        ("edit", "partial", "blocks"),
+        ("edit_plus", "partial", "shuffle"),
+        ("qwen_image_21", "partial", "shuffle"),
     ],
+    indirect=["family"],
 )
 def test_what_shards_lack_is_encoded_live_and_the_batches_are_those_of_whole_shards(
-    photos: Path, tiny_edit: Path, whole: Path, tmp_path: Path, damage: str, order: str
+    photos: Path, tiny_model: Path, family_encoder, whole: Path, tmp_path: Path, damage: str, order: str
 ) -> None:
-    """By the chooser that qie-train, Python and qie.legacy share, with one line that says why."""
+    """By the chooser that qie-train, Python and qie.legacy share, with one line that says why.
+
+    What is damage to a shard is the same for every family.
+    """
     data = {"source": str(photos), "area_px": AREA_PX, "allow_tiny": True, "batch_size": 2}
+    data |= {"text_area_px": family_encoder.recipe.text_area_px}
     values = {
-        "model": {"pretrained_model_name_or_path": str(tiny_edit)},
+        "model": {"pretrained_model_name_or_path": str(tiny_model)},
         "data": data | {"order": order, "block_size": 1},
         "validation": {"rows": 1},
     }
-    pretrained, said = open_pretrained(str(tiny_edit)), []
+    pretrained, said = open_pretrained(str(tiny_model)), []
 
     def training_stream(shards: Path) -> Stream:
         config = Config.model_validate(values | {"cache": {"cache_dir": str(shards)}})

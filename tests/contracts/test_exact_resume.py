@@ -16,14 +16,14 @@ from qie.precompute import precompute
 from qie.pretrained import open_pretrained
 from qie.stream_chooser import open_stream
 from qie.training.loop import Listener, train
-from tests.stubs import StubEncoder, StubSource
+from tests.stubs import RECIPES, StubEncoder, StubSource
 
 COMPONENTS = ("transformer", "scheduler")
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
-    precompute(StubSource.of(23), StubEncoder(), tmp_path / "shards", rows=(0, 23), shard_size=5)
+def shards(tmp_path: Path, family: str) -> Path:
+    precompute(StubSource.of(23), StubEncoder(RECIPES[family]), tmp_path / "shards", rows=(0, 23), shard_size=5)
     return tmp_path / "shards"
 
 
@@ -76,8 +76,8 @@ def test_a_state_of_other_settings_is_refused_by_name(shards: Path, change: dict
         open_stream(shards, **(settings | change)).load_state_dict(state)
 
 
-def test_a_state_of_other_data_is_refused_by_name(shards: Path, tmp_path: Path) -> None:
-    precompute(StubSource.of(22), StubEncoder(), tmp_path / "fewer", rows=(0, 22))
+def test_a_state_of_other_data_is_refused_by_name(shards: Path, tmp_path: Path, family: str) -> None:
+    precompute(StubSource.of(22), StubEncoder(RECIPES[family]), tmp_path / "fewer", rows=(0, 22))
     with pytest.raises(UsageError, match="samples"):
         open_stream(tmp_path / "fewer").load_state_dict(open_stream(shards).state_dict())
 

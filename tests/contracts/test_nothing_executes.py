@@ -18,6 +18,7 @@ from PIL import Image
 
 from qie.cli import stats
 from qie.errors import QieError, ShardError, UsageError, shown
+from qie.families import FAMILIES
 from qie.inference.requests import save_image
 from qie.paths import open_own
 from qie.pretrained import open_pretrained
@@ -95,19 +96,19 @@ def test_what_an_index_says_steers_no_terminal_and_looks_like_no_line_of_ours(tm
 @pytest.mark.parametrize(
     ("file", "values"),
     [
-        ("tokenizer/tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["ours.Tokenizer", None]}}),
-        ("tokenizer/config.json", {"auto_map": {"AutoTokenizer": "ours.Tokenizer"}}),
+        ("{tokenizer}/tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["ours.Tokenizer", None]}}),
+        ("{tokenizer}/config.json", {"auto_map": {"AutoTokenizer": "ours.Tokenizer"}}),
         ("processor/preprocessor_config.json", {"auto_map": {"AutoImageProcessor": "ours.Processor"}}),
         ("text_encoder/config.json", {"auto_map": {"AutoModel": "ours.Model"}}),
         ("text_encoder/config.json", {"text_config": {"_attn_implementation": "owner/kernel"}}),
     ],
 )
 def test_a_checkpoint_that_brings_code_is_refused_and_nobody_is_asked(
-    tiny_edit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, values: dict[str, object]
+    tiny_model: Path, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, values: dict[str, object]
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
-    shutil.copytree(tiny_edit, tmp_path / "model")
-    path = tmp_path / "model" / file
+    shutil.copytree(tiny_model, tmp_path / "model")
+    path = tmp_path / "model" / file.format(tokenizer=FAMILIES[family].tokenizer_folder)
     before = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(before | values | {"tokenizer_class": "Ours"}))
     (path.parent / "ours.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")

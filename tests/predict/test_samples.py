@@ -131,6 +131,11 @@ def test_adapters_of_the_configuration_are_part_of_what_qie_predict_generates(
     ]
     assert bits(images_made[:1]) == bits(open_samples(config, CPU)(transformer)[:1])
     assert len(set(bits(images_made))) == 3
+    # One of training alone is not, and need not be there any more.
+    passed = [AdapterConfig(path=str(tmp_path / "gone"), scale=0.5, train_only=True)]
+    changed = config.model_copy(update={"model": config.model.model_copy(update={"adapters": passed})})
+    image = open_predictor(changed, tmp_path / "trained").generate(images, sample.prompt, seed=sample.seed, **settings)
+    assert bits([image]) == bits(images_made[2:])
 
 
 def test_generating_uses_no_dropout_and_leaves_the_transformer_as_it_was(config, pretrained) -> None:

@@ -31,6 +31,7 @@ from qie.training.model.lora import (
     merge_adapter,
     round_adapters,
     save_adapter,
+    without_train_only,
 )
 from tests.conftest import ROOT
 from tests.training.adapters import call, one_batch, randomise, trained_adapter, transformer_of
@@ -408,6 +409,31 @@ def test_frozen_adapters_take_part_at_their_scale_and_are_neither_trained_nor_sa
     pipe.load_lora_weights(tmp_path / "trained", adapter_name="trained")
     pipe.set_adapters(["0", "1", "trained"], [0.5, -0.5, 1.0])
     assert off(call(transformer, batch), call(pipe.transformer.eval(), batch)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [{"r": 2, "lora_alpha": 8.0}, {"r": 2, "use_dora": True}], ids=["LoRA", "DoRA"])
+def test_an_adapter_of_training_alone_is_in_the_model_until_it_is_left_out_and_comes_back(
+    tiny_edit: Path, batch, tmp_path: Path, kind
+) -> None:
+    def model(*adapters: AdapterConfig):
+        transformer = transformer_of(tiny_edit)
+        add_frozen_adapters(transformer, adapters)
+        add_lora(transformer, LoraConfig(**PLAIN), seed=1)
+        return randomise(transformer)
+
+    for number in (0, 1):
+        save_adapter(trained_adapter(tiny_edit, seed=number, **kind), tmp_path / str(number))
+    style, assistant = (AdapterConfig(path=str(tmp_path / name), scale=0.5) for name in ("0", "1"))
+    released, both = call(model(style), batch), call(model(style, assistant), batch)
+    transformer = model(style, assistant.model_copy(update={"train_only": True}))
+    trained = weights(transformer)
+    assert torch.equal(call(transformer, batch), both)
+    with pytest.raises(KeyError), without_train_only(transformer):
+        assert torch.equal(call(transformer, batch), released) and not torch.equal(released, both)
+        raise KeyError
+    assert torch.equal(call(transformer, batch), both) and same(weights(transformer), trained)
+    save_adapter(transformer, tmp_path / "saved")
+    assert len(load_file(tmp_path / "saved" / ADAPTER_FILE)) == len(trained)
 
 
 @pytest.mark.parametrize("quantize", QUANTIZED)

@@ -132,6 +132,16 @@ def test_a_local_folder_is_not_told_to_the_hub_as_base_model_and_a_readme_of_ano
     assert card.read_text() == "mine"
 
 
+def test_the_card_tells_which_adapters_and_which_vae_the_model_had_in_training() -> None:
+    adapters = [{"path": "style.safetensors", "scale": 0.5}, {"path": "fast.safetensors", "train_only": True}]
+    model = {"pretrained_model_name_or_path": "m", "adapters": adapters, "vae": "someone/vae"}
+    told = card_text(report(config(model=model)), on_hub=True)
+    assert "| adapters to load beside it | 0.5 × `style.safetensors` |" in told
+    assert "| adapters of training alone | 1 × `fast.safetensors` |" in told
+    assert "| VAE | `someone/vae` |" in told
+    assert not re.search(r"^\| (adapters|VAE)", card_text(report(), on_hub=True), re.MULTILINE)
+
+
 def test_the_card_tells_losses_and_leaves_out_what_is_not_known() -> None:
     card = card_text(report(), on_hub=True)
     assert "1.5000 at step 0 → 0.2500 at step 400" in card

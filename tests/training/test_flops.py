@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
@@ -15,6 +18,7 @@ from qie.training.model.training_forward import use_training_forward
 from tests.training.small import GRIDS, IMAGE_TOKENS, inputs, small_config, small_transformer
 
 REAL = Architecture(60, 24, 128, 64, 64, 3584)
+SINGLE = Architecture(32, 32, 128, 64, 64, 4096, gated_mlp=3)
 
 
 def counted(transformer, given) -> tuple[int, int]:
@@ -93,10 +97,45 @@ def test_the_released_model_costs_what_torch_counts_for_it() -> None:
     assert everything.model / adapter.model == pytest.approx(1.28, abs=0.01)
 
 
+@pytest.mark.parametrize("controls", [0, 1, 3])
+def test_a_block_of_the_released_single_stream_costs_what_torch_counts_for_it(controls: int) -> None:
+    """At 1024², by diffusers' own forward pass of it, on the meta device."""
+    blocks = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage21")
+    ends = [9, *(9 + 4096 * (number + 1) for number in range(controls))]
+    segments = [(0, 9, True), *((start, stop, False) for start, stop in itertools.pairwise(ends))]
+    segments.append((ends[-1], ends[-1] + 80, True))
+    tokens = segments[-1][1] + 4096
+    with torch.device("meta"), attention_backend("_native_math"):
+        block = blocks.QwenImage21TransformerBlock(4096, 32, 128).requires_grad_(False)
+        given = torch.empty(1, tokens, 4096, requires_grad=True), torch.empty(2, 4 * 4096)
+        is_target = torch.empty(tokens, dtype=torch.bool)
+        with FlopCounterMode(display=False) as forward:
+            output = block(*given, target_token_mask=is_target, segments=segments)
+        with FlopCounterMode(display=False) as backward:
+            output.sum().backward()
+    sizes = {"all_trained": False, "target_tokens": 4096, "controls": controls}
+    two, three = (step_flops(replace(SINGLE, blocks=count), 4096 * (1 + controls), 89, **sizes) for count in (2, 3))
+    assert three.forward - two.forward == pytest.approx(forward.get_total_flops(), rel=1e-4)
+    assert three.backward - two.backward == pytest.approx(backward.get_total_flops(), rel=1e-4)
+
+
+def test_draws_of_a_sample_share_all_but_their_targets() -> None:
+    sizes = {"all_trained": False, "target_tokens": 4096, "checkpointed_blocks": 32}
+    one, two, four = (step_flops(SINGLE, 8192, 89, **sizes, draws=draws) for draws in (1, 2, 4))
+    for part in ("forward", "backward", "recomputed"):
+        of_target = getattr(two, part) - getattr(one, part)
+        assert getattr(four, part) == pytest.approx(getattr(one, part) + 3 * of_target)
+    text = {"all_trained": False, "target_tokens": 4096, "controls": 0}
+    alone, shared = (step_flops(SINGLE, 4096, 89, **text, draws=draws).forward for draws in (1, 4))
+    assert shared / (4 * alone) == pytest.approx(0.986, abs=0.001)  # without controls there is little to share
+
+
 def test_the_architecture_is_read_from_the_config() -> None:
     found = Architecture.of(small_config(zero_cond_t=True))
     assert found == Architecture(6, 2, 16, 16, 16, 24, zero_cond_t=True)
     assert found.width == 32
+    released = {"num_layers": 32, "num_attention_heads": 32, "attention_head_dim": 128, "mlp_ratio": 3}
+    assert Architecture.of(released | {"patch_size": 1, "in_channels": 64, "context_in_dim": 4096}) == SINGLE
 
 
 PEAKS = {

@@ -10,8 +10,11 @@ import torch
 from qie.config import Config
 from qie.errors import QieError
 from qie.pretrained import open_pretrained
+from qie.training.checkpoint import identity
+from qie.training.model.lora import save_adapter
 from qie.training.model.trainable import TrainableModel
 from qie.training.processes import open_accelerator
+from tests.training.adapters import trained_adapter
 
 
 @pytest.fixture(params=[{"r": 2, "lora_dropout": 0.5}, None], ids=["LoRA", "all weights"])
@@ -66,6 +69,39 @@ def test_averages_follow_fast_at_first_and_then_by_the_decay_and_are_what_is_eva
         torch.testing.assert_close(weight.detach(), expected)
         assert not torch.equal(weight, trained) and not transformer.training
     assert torch.equal(weight, trained) and transformer.training
+
+
+def test_losses_have_the_adapters_of_training_alone_and_released_images_do_not(tiny_edit: Path, tmp_path: Path) -> None:
+    save_adapter(trained_adapter(tiny_edit, r=2), tmp_path)
+    model = {"pretrained_model_name_or_path": str(tiny_edit), "lora": {"r": 2}}
+    plain, helped = (
+        TrainableModel(
+            open_pretrained(str(tiny_edit), components=("transformer",)),
+            Config.model_validate({"model": model | {"adapters": adapters}, "train": {"mixed_precision": "no"}}),
+            torch.float32,
+            torch.device("cpu"),
+        )
+        for adapters in ([], [{"path": str(tmp_path), "train_only": True}])
+    )
+
+    def read(transformer) -> torch.Tensor:
+        layer = transformer.transformer_blocks[0].attn.to_q
+        return layer(torch.linspace(-1, 1, layer.in_features))
+
+    assert not torch.equal(read(helped.model), read(plain.model))
+    with plain.evaluating() as model:
+        expected = read(model)
+    with helped.evaluating() as model:
+        assert not torch.equal(read(model), expected)
+    with helped.evaluating(as_released=True) as model:
+        assert torch.equal(read(model), expected)
+    assert helped.parameters.keys() == plain.parameters.keys()
+
+
+def test_a_run_with_adapters_resumes_from_a_checkpoint_of_before_train_only_was_there(tiny_edit: Path) -> None:
+    model = {"pretrained_model_name_or_path": str(tiny_edit), "adapters": [{"path": "a"}]}
+    mine = identity(Config.model_validate({"model": model}), open_pretrained(str(tiny_edit)))
+    assert mine["model.adapters"] == [{"path": "a", "scale": 1.0}]
 
 
 def test_a_weight_that_is_not_finite_is_named_instead_of_given(build) -> None:

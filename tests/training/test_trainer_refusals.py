@@ -208,6 +208,10 @@ OTHERS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("model.quantize, train.fp8_compute changed", "None", "True"),
     ),
     "adapters": ({"model__adapters": [{"path": "style.safetensors"}]}, ("model.adapters changed", "style.safetensors")),
+    "adapters of training alone": (
+        {"model__adapters": [{"path": "style.safetensors", "train_only": True}]},
+        ("model.adapters changed", "'train_only': True"),
+    ),
     "precision": ({"train__mixed_precision": "bf16"}, ("train.mixed_precision changed", "no", "bf16")),
     "kept precision": ({"train__trained_dtype": "bfloat16"}, ("train.trained_dtype changed", "float32", "bfloat16")),
     "optimizer": ({"optimizer__class_path": "torch.optim.SGD"}, ("optimizer changed", "AdamW", "SGD")),

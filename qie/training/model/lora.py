@@ -43,6 +43,8 @@ from qie.training.model.load import load_transformer
 from qie.training.model.sharding import all_whole, fill, keep_from_ddp
 
 _TRAINED = "default"
+_TRAIN_ONLY = "train_only_"
+"""The names of adapters that take part in training alone begin with it."""
 
 
 def add_lora(
@@ -99,13 +101,28 @@ def add_frozen_adapters(transformer: QwenImageTransformer2DModel, adapters: Sequ
     Raises:
         ConfigError: an adapter cannot be read, or does not fit the transformer.
     """
-    names = [f"frozen_{number}" for number in range(len(adapters))]
+    names = [f"{_TRAIN_ONLY if adapter.train_only else 'frozen_'}{number}" for number, adapter in enumerate(adapters)]
     for number, (name, adapter) in enumerate(zip(names, adapters, strict=True)):
         key = f"model.adapters.{number}.path"
         _attach(transformer, read_adapter(local_path(adapter.path), key), name, key)
     if names:
         transformer.set_adapters(names, [adapter.scale for adapter in adapters])
         _activate(transformer)
+
+
+@contextmanager
+def without_train_only(transformer: QwenImageTransformer2DModel) -> Iterator[None]:
+    """Within, the transformer is as its users get it: adapters with `train_only` take no part."""
+    layers = [layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer)]
+    before = [layer.active_adapters for layer in layers]
+    try:
+        for layer, names in zip(layers, before, strict=True):
+            # Not peft's `set_adapter`, which decides anew what is trained.
+            layer._active_adapter = [name for name in names if not name.startswith(_TRAIN_ONLY)]
+        yield
+    finally:
+        for layer, names in zip(layers, before, strict=True):
+            layer._active_adapter = names
 
 
 def round_adapters(transformer: QwenImageTransformer2DModel) -> None:

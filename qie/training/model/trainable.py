@@ -33,6 +33,7 @@ from qie.training.model.lora import (
     load_adapter,
     round_adapters,
     save_adapter,
+    without_train_only,
 )
 from qie.training.model.sharding import all_whole, fill, not_finite, require_finite, reshard_weights
 from qie.training.model.training_forward import use_training_forward
@@ -123,9 +124,15 @@ class TrainableModel:
             self._ema.update(step)
 
     @contextmanager
-    def evaluating(self) -> Iterator[torch.nn.Module]:
-        """A context in which the transformer is as its users get it: averaged weights, no dropout."""
-        with self._ema.applied() if self._ema else nullcontext():
+    def evaluating(self, *, as_released: bool = False) -> Iterator[torch.nn.Module]:
+        """A context in which the transformer has averaged weights and no dropout.
+
+        Args:
+            as_released: it is as its users get it, also without the adapters of training alone. A validation loss has
+                them: it stands beside the training loss, and both are of one model.
+        """
+        adapters = without_train_only(self.transformer) if as_released else nullcontext()
+        with self._ema.applied() if self._ema else nullcontext(), adapters:
             self.transformer.eval()
             try:
                 yield self.transformer

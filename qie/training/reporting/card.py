@@ -277,7 +277,11 @@ pipe = {pipeline}.from_pretrained({base}, transformer=transformer, {dtype})
 def _facts(report: RunReport) -> dict[str, str]:
     """The table's rows: the known values."""
     losses = dict([*report.validation_losses[:1], *report.validation_losses[-1:]]).items()
+    model = report.config.get("model") or {}
     known = {
+        "adapters to load beside it": _adapters(model, train_only=False),
+        "adapters of training alone": _adapters(model, train_only=True),
+        "VAE": _code(model["vae"]) if model.get("vae") else "",
         "steps": report.steps,
         "training loss, last step": _number(report.final_loss, ".4f"),
         "validation loss": " → ".join(f"{loss:.4f} at step {step}" for step, loss in losses),
@@ -292,6 +296,12 @@ def _facts(report: RunReport) -> dict[str, str]:
         "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),
     }
     return {name: str(value) for name, value in known.items() if value not in (None, "")}
+
+
+def _adapters(model: Mapping[str, Any], *, train_only: bool) -> str:
+    """The frozen adapters of one kind, with their scales."""
+    adapters = [one for one in model.get("adapters") or [] if bool(one.get("train_only")) is train_only]
+    return ", ".join(f"{one['scale']:g} × {_code(one['path'])}" for one in adapters)
 
 
 def _number(value: float | None, form: str) -> str | None:
