@@ -22,6 +22,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from qie.errors import ModelError
 from qie.training.model.adapted_linear import product, products
 from qie.training.model.rotary import Grid, angles, rotated
 
@@ -35,7 +36,19 @@ else:
 
 
 def use_single_stream(transformer: Any) -> None:
-    """See `use_training_forward`."""
+    """See `use_training_forward`.
+
+    Raises:
+        ModelError: text and controls would depend on the noise level.
+    """
+    if not transformer.config.causal_condition:
+        raise ModelError(
+            "the transformer is not one that qie can train",
+            where="transformer/config.json",
+            expected="causal_condition: true",
+            found="causal_condition: false",
+            hint="use the model as released",
+        )
     for block in transformer.transformer_blocks:
         block.forward = MethodType(_block_forward, block)
     transformer.forward = MethodType(_forward, transformer)
