@@ -7,8 +7,14 @@ comfy/weight_adapter/lora.py, `LoRAAdapter`). `<layer>` is the name of its own m
 comfy/ldm/qwen_image/model.py have the names that diffusers gives them. ComfyUI reads no metadata: of the file in a
 checkpoint it would take the factors, but not the scale.
 
+Of **Qwen-Image-2.1** ComfyUI has one layer `img_mlp.gate_up`, the rows of `gate_layer` before those of `proj`; all
+others have diffusers' names (comfy/ldm/qwen_image21/model.py, read in a port of it, not in ComfyUI itself).
+ai-toolkit and musubi-tuner train that layer. An export for ComfyUI joins its factors, exactly, and reading an adapter
+separates them. diffusers does not know the layer: of an adapter of the MLP, no file serves both.
+
 **diffusers** strips the same prefix and multiplies the scale into `lora_down` (loaders/lora_conversion_utils.py,
-`_convert_non_diffusers_qwen_lora_to_diffusers`): one file serves both.
+`_convert_non_diffusers_qwen_lora_to_diffusers`): one file serves both. Of musubi-tuner's names, in which dots are
+underscores, it knows those of Qwen-Image alone.
 
 **DoRA** has no such file. ComfyUI divides by the length of the base model's rows, not of the changed ones as DoRA does
 (comfy/weight_adapter/base.py, `weight_decompose`), and diffusers drops `dora_scale`: neither would compute what was
@@ -19,18 +25,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from diffusers import QwenImageEditPipeline, QwenImageTransformer2DModel
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from qie.config import AdapterConfig
 from qie.errors import ConfigError, QieError, UsageError
@@ -125,15 +132,58 @@ def read_adapter(path: Path, key: str) -> AdapterFile:
             names = list(opened.keys())
         if any(name.endswith("dora_scale") for name in names):
             raise ValueError("a DoRA in a format that diffusers reads only in part")
+        dotted = _dotted(names)
+        given = {dotted[name]: tensor for name, tensor in load_file(file).items()} if dotted else str(file.parent)
         tensors, metadata = QwenImageEditPipeline.lora_state_dict(
-            str(file.parent), weight_name=file.name, use_safetensors=True, return_lora_metadata=True
+            given, weight_name=file.name, use_safetensors=True, return_lora_metadata=True
         )
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        tensors = _separated({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
     if metadata is not None:
         metadata = {name.removeprefix(PREFIX): value for name, value in metadata.items()}
         with explained_adapter("the adapter's metadata cannot be read", file, key):
             scale_of(metadata)
     return AdapterFile(file, tensors, metadata)
+
+
+_FLAT = "lora_unet_"
+_BLOCKS = "transformer_blocks"
+_OF_A_BLOCK_21 = (
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+    *("img_mlp.gate_up", "img_mlp.gate_layer", "img_mlp.proj", "img_mlp.out"),
+)
+_OTHERS_21 = (
+    *("img_in", "txt_in.in_layer", "txt_in.out_layer", "modulation.1", "norm_out.linear", "proj_out"),
+    *(f"time_text_embed.timestep_embedder.linear_{n}" for n in (1, 2)),
+)
+_GATE_UP, _HALVES = ".img_mlp.gate_up", (".img_mlp.gate_layer", ".img_mlp.proj")
+"""ComfyUI's layer, and the layers whose rows it holds, in this order."""
+
+
+def _dotted(names: Sequence[str]) -> dict[str, str] | None:
+    """ComfyUI's names for those of musubi-tuner, if all are of layers of Qwen-Image-2.1; None for any other file."""
+    of_a_block, others = ({name.replace(".", "_"): name for name in known} for known in (_OF_A_BLOCK_21, _OTHERS_21))
+    found = {}
+    for name in names:
+        flat, _, part = name.partition(".")
+        block = re.fullmatch(rf"{_FLAT}{_BLOCKS}_(\d+)_(.+)", flat)
+        layer = of_a_block.get(block[2]) if block else others.get(flat.removeprefix(_FLAT))
+        if layer is None or not flat.startswith(_FLAT):
+            return None
+        found[name] = f"diffusion_model.{f'{_BLOCKS}.{block[1]}.' if block else ''}{layer}.{part}"
+    return found
+
+
+def _separated(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, those of ComfyUI's joined layer as two layers, which read their input by the same factor."""
+    found = {}
+    for name, tensor in tensors.items():
+        before, joined, part = name.partition(f"{_GATE_UP}.")
+        if not joined:
+            found[name] = tensor
+            continue
+        parts = (tensor, tensor.clone()) if f".{part}" == _DOWN else (half.clone() for half in tensor.chunk(2))
+        found |= {f"{before}{layer}.{part}": half for layer, half in zip(_HALVES, parts, strict=True)}
+    return found
 
 
 @contextmanager
@@ -240,13 +290,47 @@ def _comfyui_tensors(lora: AdapterFile) -> dict[str, torch.Tensor]:
             found=other[0],
             hint="merge it into the model, or export it for diffusers" if dora else None,
         )
-    tensors = {}
+    factors = {}
     for layer in layers:
         down, up = lora.tensors[layer + _DOWN], lora.tensors[layer + _UP]
+        factors[layer] = _Factors(down, up, lora.alpha_of(layer, down.shape[0]))
+    tensors = {}
+    for layer, (down, up, alpha) in _with_joined(factors).items():
         tensors[f"diffusion_model.{layer}.lora_down.weight"] = down
         tensors[f"diffusion_model.{layer}.lora_up.weight"] = up
-        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(lora.alpha_of(layer, down.shape[0]))
+        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(alpha)
     return tensors
+
+
+class _Factors(NamedTuple):
+    """Of a layer: alpha / rank · up · down is added to its weight."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / len(self.down)
+
+
+def _with_joined(factors: Mapping[str, _Factors]) -> dict[str, _Factors]:
+    """The factors, those of the layers that ComfyUI has as one joined: the sum of their ranks, each its own rows."""
+    found = {}
+    for layer, own in factors.items():
+        end = next((end for end in _HALVES if layer.endswith(end)), None)
+        if end is None:
+            found[layer] = own
+            continue
+        block = layer.removesuffix(end)
+        halves = [factors.get(block + name) for name in _HALVES]
+        there = [half for half in halves if half is not None]
+        scale = max((half.scale for half in there), key=abs) or 1.0
+        ups = [torch.zeros_like(own.up[:, :0]) if half is None else half.up * (half.scale / scale) for half in halves]
+        down = torch.cat([half.down for half in there])
+        up: torch.Tensor = torch.block_diag(*ups)  # type: ignore[no-untyped-call]
+        found[block + _GATE_UP] = _Factors(down, up.to(own.up.dtype), scale * len(down))
+    return found
 
 
 def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, path: Path) -> dict[str, torch.Tensor]:

@@ -266,15 +266,18 @@ def _activate(transformer: QwenImageTransformer2DModel) -> None:
 
 
 def _require_targets(transformer: QwenImageTransformer2DModel, targets: list[str] | str) -> None:
-    modules = [name.replace(".base_layer", "") for name, _ in transformer.named_modules()]
-    names = {name.rpartition(".")[2] for name in modules} | {"to_out.0"}
+    modules = {name.replace(".base_layer", ""): module for name, module in transformer.named_modules()}
+    # Of a layer in a list, `to_out.0`, the list's name as well.
+    linears = [name for name, module in modules.items() if isinstance(module, (torch.nn.Linear, BaseTunerLayer))]
+    ends = list(dict.fromkeys(re.search(r"[^.]*(\.\d+)?$", name)[0] for name in linears))  # type: ignore[index]
     for target in targets if isinstance(targets, list) else []:
         if not any(name == target or name.endswith(f".{target}") for name in modules):
-            near = difflib.get_close_matches(target, sorted(names - {""}), n=3, cutoff=0.6)
+            near = difflib.get_close_matches(target, ends, n=3, cutoff=0.6)
+            others = [end for end in ends if end not in near]
             raise ConfigError(
                 "a LoRA target names no module of the transformer",
                 where="model.lora.target_modules",
-                expected=f"such as {', '.join(near or ['to_q', 'to_k', 'to_v', 'to_out.0'])}",
+                expected=f"such as {', '.join([*near, *others])}",
                 found=target,
             )
 
