@@ -228,7 +228,7 @@ def open_samples(config: Config, device: torch.device) -> SampleImages | None:
 
     named = config.predict.devices.text_encoder
     pretrained = open_model(config, (*ENCODERS, "scheduler"))
-    controls = read_samples(config, pretrained.family.name)
+    controls = read_samples(config, pretrained.family)
     text_device = device if named == "auto" else resolve_device(named, "predict.devices.text_encoder")
     encoder = inference_encoder(config, pretrained, device, text_device)
     return SampleImages(config, pretrained, embed_samples(config, controls, encoder), device)

@@ -54,6 +54,28 @@ class PretrainedModel:
     family: Family
     vae: Path | None = None
 
+    @property
+    def sample_sigmas(self) -> tuple[float, ...] | None:
+        """The noise levels that the model is meant to be sampled at, before the scheduler shifts them; None where it
+        does not say.
+
+        Raises:
+            ModelError: what it says are no noise levels.
+        """
+        index = self.folder / "model_index.json"
+        found = read_json(index).get("sample_sigmas")
+        if found is None:
+            return None
+        if not isinstance(found, list) or not found or not all(_is_noise_level(level) for level in found):
+            raise ModelError(
+                "the model's sample_sigmas are no noise levels",
+                where=index,
+                expected="a list of numbers above 0, none above 1",
+                found=str(found)[:100],
+                hint="download it again, or give --steps",
+            )
+        return tuple(float(level) for level in found)
+
     def holds(self, name: str) -> bool:
         """Whether a component is there, with all its weights: of a download that was cut short it may not be."""
         folder = self._folder(name)
@@ -305,6 +327,10 @@ def _require_diffusers(family: Family) -> None:
 def _release(text: str) -> tuple[int, ...]:
     """The numbers that a version begins with: 0 and 42 of 0.42.0.dev0."""
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def _is_noise_level(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
 
 
 def _foreign_code(value: Any) -> Iterator[str]:

@@ -15,13 +15,19 @@ if TYPE_CHECKING:
     from qie.config import AdapterConfig, Config
     from qie.inference.requests import Request
 
-SIDE_MULTIPLE, SIDE_MAX = 16, 8192
-"""Pixels of an image's side: a patch of the transformer, and more than any model of today was trained for."""
+SIDE_MAX = 8192
+"""Pixels of an image's side: more than any model of today was trained for."""
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option
-@click.option("--image", "images", multiple=True, metavar="FILE", help="Image to edit; repeatable for edit_plus.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="FILE",
+    help="Image to edit; repeatable for edit_plus and qwen_image_21, which also takes none.",
+)
 @click.option("--prompt", help="The instruction.")
 @click.option("--output", metavar="FILE", help="The image to write.")
 @click.option(
@@ -33,12 +39,21 @@ SIDE_MULTIPLE, SIDE_MAX = 16, 8192
 )
 @click.option("--transformer", metavar="DIR", help="Checkpoint of a run that trained all weights.")
 @click.option(
-    "--size", metavar="WxH", help="Size of the generated image, in multiples of 16.  [default: as the image's]"
+    "--size",
+    metavar="WxH",
+    help="Size of the generated image, in multiples of 16 (qwen_image_21: 32).  [default: as the image's]",
 )
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(2, 1000), help="Denoising steps.")
 @click.option(
-    "--cfg", default=4.0, show_default=True, type=FiniteRange(0, 100), help="Guidance scale; 1 turns guidance off."
+    "--steps",
+    type=click.IntRange(2, 1000),
+    help="Denoising steps.  [default: 20; qwen_image_21: the model's own, or 40]",
 )
+@click.option(
+    "--cfg",
+    type=FiniteRange(0, 100),
+    help="Guidance scale; 1 turns guidance off.  [default: 4; qwen_image_21: 1]",
+)
+@click.option("--alpha", is_flag=True, help="Write a transparent image: qwen_image_21.  [default: put it on white]")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="Seed of the noise.")
 @click.option(
     "--num-images",
@@ -55,13 +70,15 @@ def main(
     loras: tuple[str, ...],
     transformer: str | None,
     size: str | None,
-    steps: int,
-    cfg: float,
+    steps: int | None,
+    cfg: float | None,
+    alpha: bool,
     overrides: tuple[str, ...],
     quiet: bool,
     **asked: Any,
 ) -> None:
-    """Edit images by instructions, with the base model or with a trained one.
+    """Edit images by instructions, with the base model or with a trained one. Qwen-Image-2.1 also makes images from
+    text alone.
 
     Each line of a --batch file is a JSON object with image or images, prompt and output, and optionally negative_prompt
     and seed. Its paths are relative to the folder of the file. qie checks all lines before it generates any image.
@@ -70,24 +87,29 @@ def main(
     """
     from qie.config import load_config
     from qie.from_config import open_predictor
-    from qie.inference.requests import Sampling, check_requests, embed_requests, iter_generated
+    from qie.inference.requests import Sampling, check_alpha, check_requests, embed_requests, iter_generated
     from qie.paths import local_path
+    from qie.pretrained import open_pretrained
     from qie.quiet_libraries import quiet_libraries
 
     requests = _requests(**asked)
-    measures = None if size is None else parse_size(size)
     config = with_loras(load_config(config_path, overrides), loras)
     quiet_libraries()
-    sampling = Sampling(steps, cfg, measures, config.data.background)
-    check_requests(requests, sampling.background)
+    pretrained = open_pretrained(config.model.pretrained_model_name_or_path, config.model.family, ())
+    family = pretrained.family
+    check_alpha(family, alpha, "--alpha")
+    measures = None if size is None else parse_size(size, family.token_px)
+    behind = None if family.alpha else config.data.background
+    sampling = Sampling.of(pretrained, steps=steps, cfg=cfg, size=measures, alpha=alpha, background=behind)
+    check_requests(requests, family, sampling)
     predictor = open_predictor(config, transformer=local_path(transformer) if transformer else None)
     with Progress("embedding", len(requests), "prompts", quiet=quiet or len(requests) == 1) as progress:
         conditions = embed_requests(predictor, requests, sampling, progress.at)
-    settings = {"steps": steps, "cfg": cfg, "model": config.model.pretrained_model_name_or_path}
+    settings = sampling.told | {"model": config.model.pretrained_model_name_or_path}
     settings |= {"transformer": transformer} if transformer else {}
     settings |= {"quantize": config.model.quantize} if config.model.quantize else {}
     settings |= {"loras": [adapter.model_dump(exclude={"train_only"}) for adapter in config.model.permanent_adapters]}
-    total = sum(len(request.outputs) for request in requests) * steps
+    total = sum(len(request.outputs) for request in requests) * sampling.steps
     with Progress("generating", total, "steps", quiet=quiet) as progress:
         for file, image in iter_generated(predictor, requests, conditions, sampling, settings, progress.at):
             _say(f"{file}: {image.width}×{image.height}")
@@ -106,9 +128,9 @@ def _requests(
     from qie.inference.requests import Request, numbered_paths, read_batch
     from qie.paths import local_path
 
-    options = {"--image": images or None, "--prompt": prompt, "--output": output}
+    options = {"--prompt": prompt, "--output": output}
     if batch is not None:
-        if given := [name for name, value in options.items() if value is not None]:
+        if given := [name for name, value in {"--image": images or None, **options}.items() if value is not None]:
             raise UsageError("with --batch, each line of the file gives these", where=", ".join(given))
         return read_batch(local_path(batch), negative_prompt=negative_prompt, seed=seed, count=num_images)
     if missing := [name for name, value in options.items() if value is None]:
@@ -117,18 +139,18 @@ def _requests(
     return [Request(images, prompt, negative_prompt, seed, numbered_paths(local_path(output), num_images))]
 
 
-def parse_size(text: str) -> tuple[int, int]:
-    """'1024x768' -> (1024, 768). Raises UsageError when a side is not a multiple of 16, or too long."""
+def parse_size(text: str, multiple: int = 16) -> tuple[int, int]:
+    """'1024x768' -> (1024, 768). Raises UsageError when a side is not a multiple of `multiple`, or too long."""
     from qie.errors import UsageError
 
     sides = re.fullmatch(r"(\d{1,6})[x×](\d{1,6})", text.strip().lower(), re.ASCII)
     width, height = (int(side) for side in sides.groups()) if sides else (0, 0)
-    if not all(SIDE_MULTIPLE <= side <= SIDE_MAX and side % SIDE_MULTIPLE == 0 for side in (width, height)):
-        near = "x".join(str(min(max(round(side / 16), 1) * 16, SIDE_MAX)) for side in (width, height))
+    if not all(multiple <= side <= SIDE_MAX and side % multiple == 0 for side in (width, height)):
+        near = "x".join(str(min(max(round(side / multiple), 1) * multiple, SIDE_MAX)) for side in (width, height))
         raise UsageError(
             "no image of this size can be generated",
             where="--size",
-            expected=f"WIDTHxHEIGHT, both multiples of {SIDE_MULTIPLE} of at most {SIDE_MAX}",
+            expected=f"WIDTHxHEIGHT, both multiples of {multiple} of at most {SIDE_MAX}",
             found=text,
             hint=f"--size {near}" if width and height else "such as --size 1024x768",
         )

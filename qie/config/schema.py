@@ -521,8 +521,8 @@ class LossConfig(Section):
 class SampleConfig(Section):
     """An image to generate at each validation."""
 
-    images: Annotated[list[LocalPath], Field(min_length=1)] = Field(
-        description="Images to edit: one, or several for edit_plus."
+    images: list[LocalPath] = Field(
+        [], description="Images to edit: one, several for edit_plus, or any number, or none, for qwen_image_21."
     )
     prompt: str = Field(description="The instruction.")
     negative_prompt: str = Field(" ", description="What guidance steers away from.")
@@ -539,8 +539,18 @@ class ValidationConfig(Section):
         16, description="Rows to keep out of training for the validation loss; 0: no validation loss."
     )
     samples: list[SampleConfig] = Field([], description="Images to generate at each validation.")
-    sample_steps: int = Field(20, ge=2, le=MAX_STEPS, description="Denoising steps of the samples.")
-    sample_cfg: float = Field(4.0, ge=1.0, le=MAX_CFG, description="Guidance scale of the samples; 1: no guidance.")
+    sample_steps: int | None = Field(
+        None,
+        ge=2,
+        le=MAX_STEPS,
+        description="Denoising steps of the samples; null: 20, and for qwen_image_21 the model's own, or 40.",
+    )
+    sample_cfg: float | None = Field(
+        None,
+        ge=1.0,
+        le=MAX_CFG,
+        description="Guidance scale of the samples; 1: no guidance; null: 4, and 1 for qwen_image_21.",
+    )
 
 
 class Devices(Section):

@@ -294,12 +294,16 @@ class Encoder:
         Raises:
             RowError: the prompt contains a special token. The null prompt is allowed.
         """
+        return self.embed_whole(images, prompt).prompt
+
+    def embed_whole(self, images: Sequence[Image.Image], prompt: str) -> PromptEmbeds:
+        """As `embed`: what the text encoder gives for the prompt, and which of its tokens are of an image."""
         prompt = normal_prompt(prompt)
         if prompt:
             check_prompt(prompt)
         pictures = [Picture.of(image, self.recipe).for_text(self.recipe) for image in images]
         features = self.text.vision_features(self.text.patches(pictures))
-        return self.text.encode([features], [prompt or NULL_PROMPT])[0].prompt
+        return self.text.encode([features], [prompt or NULL_PROMPT])[0]
 
     def release(self) -> None:
         """Free the weights; the next row loads them again."""
@@ -313,15 +317,14 @@ class Encoder:
             expected = f"at most {room} tokens{'' if family.interleaved else ', images included'}"
             raise RowError("the prompt is too long", expected=expected, found=tokens)
         if family.interleaved:
-            self._require_slots(decoded)
+            self.require_slots(decoded.controls)
         return decoded
 
-    def _require_slots(self, row: DecodedRow) -> None:
+    def require_slots(self, controls: Sequence[Picture]) -> None:
         """Raise RowError unless each control takes one token of the text encoder for four of its latent's."""
-        sizes = [control.text_size(self.recipe) for control in row.controls]
-        for number, (found, (height, width)) in enumerate(
-            zip(self.text.image_tokens(sizes), row.shape.controls, strict=True), start=1
-        ):
+        tokens = self.text.image_tokens([control.text_size(self.recipe) for control in controls])
+        for number, (found, control) in enumerate(zip(tokens, controls, strict=True), start=1):
+            height, width = control.latent_size(self.recipe)
             if 4 * found != height * width:
                 raise RowError(
                     f"the text encoder resizes control {number}, so that its tokens do not fit the latent's",

@@ -39,6 +39,7 @@ class Family:
         prompt_dtype: precision in which embeddings are stored.
         patch: side of the square of latent pixels that is a token of the transformer.
         guidance: the scale of classifier-free guidance that the model is meant for; 1 is none.
+        steps: denoising steps, where neither the user nor the model says how many.
     """
 
     name: str
@@ -69,6 +70,13 @@ class Family:
     prompt_dtype: str = "float16"
     patch: int = 2
     guidance: float = 4.0
+    steps: int = 20
+
+    @property
+    def token_px(self) -> int:
+        """Sides of a generated image are multiples of this: of a token of the transformer or, where one token of the
+        text encoder stands for 2×2 of these, of two."""
+        return self.latent_scale * self.patch * (2 if self.interleaved else 1)
 
     @property
     def component_classes(self) -> dict[str, str]:

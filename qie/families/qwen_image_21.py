@@ -32,4 +32,5 @@ QWEN_IMAGE_21 = Family(
     prompt_dtype="bfloat16",
     patch=1,
     guidance=1.0,
+    steps=40,
 )

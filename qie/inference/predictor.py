@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import gc
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from math import isqrt
 from typing import Any
-from unittest import mock
 
 import diffusers
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from diffusers import AutoencoderKLQwenImage, DiffusionPipeline, QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, DiffusionPipeline
 from PIL import Image
 
 from qie.config import AdapterConfig, Quantization
 from qie.encode import Encoder
 from qie.encode.encoder import Picture, text_room
-from qie.encode.images import Size, choose_area
-from qie.errors import QieError, RowError, UsageError
-from qie.families import FAMILIES, NULL_PROMPT
+from qie.encode.images import Size, View, apply_view, choose_area, choose_view, on_background
+from qie.errors import QieError, RowError
+from qie.families import FAMILIES, NULL_PROMPT, Family
+from qie.inference.pipelines import make_pipeline, sized_as_given, sized_by_area
+from qie.inference.requests import Sampling, check_alpha, check_controls
 from qie.pretrained import PretrainedModel, loading
-from qie.training.model.load import load_scheduler, load_transformer
+from qie.recipe import Recipe
+from qie.training.model.load import load_transformer
 from qie.training.model.lora import add_frozen_adapters
 from qie.types import Shape
 
@@ -35,15 +37,46 @@ class Conditions:
     """The conditions of one image to generate, its prompts embedded: they need no encoder any more.
 
     Attributes:
-        images: upright RGB controls.
+        images: upright controls; RGBA where the family takes alpha, and RGB otherwise.
         area_px: area of the generated image.
-        prompt, negative: embeddings, [L, D], in host memory; without `negative` there is no guidance.
+        prompt, negative: embeddings, [L, D], in host memory; without `negative` there is no guidance. Of text alone
+            where the transformer puts controls among its tokens.
+        placed: where it does so; None for other families.
     """
 
     images: tuple[Image.Image, ...]
     area_px: int
     prompt: torch.Tensor
     negative: torch.Tensor | None
+    placed: Placed | None = None
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Controls among the tokens of a text.
+
+    Attributes:
+        slots: for each control, how many tokens of text stand before it.
+        views: what the model gets of each.
+        size: of the generated image, in pixels.
+    """
+
+    slots: tuple[int, ...]
+    views: tuple[View, ...]
+    size: Size
+
+    def spread(self, text: torch.Tensor, slot_px: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings [L, D] of text, with zeros where the controls stand, and which of the tokens are text.
+
+        The transformer puts latents there, whatever the embeddings say. A slot is `slot_px` pixels wide and high.
+        """
+        counts = [view.size[0] * view.size[1] // slot_px**2 for view in self.views]
+        is_text = torch.ones(len(text) + sum(counts), dtype=torch.bool)
+        for slot, before, count in zip(self.slots, accumulate(counts, initial=0), counts, strict=False):
+            is_text[slot + before : slot + before + count] = False
+        embeds = text.new_zeros(len(is_text), text.shape[1])
+        embeds[is_text] = text
+        return embeds, is_text
 
 
 def embed_conditions(
@@ -53,41 +86,42 @@ def embed_conditions(
 
     Raises:
         UsageError: the family does not take so many images.
-        RowError: a prompt contains a special token, or is too long.
+        RowError: a prompt contains a special token, or is too long, or the text encoder resizes an image.
     """
-    recipe = encoder.recipe
-    check_controls(recipe.family, len(images))
+    recipe, family = encoder.recipe, FAMILIES[encoder.recipe.family]
+    check_controls(family, len(images))
     pictures = [Picture.of(image, recipe) for image in images]
-    # The pipelines take the proportions of the first (edit) or last control.
-    shaping = pictures[0] if FAMILIES[recipe.family].max_controls == 1 else pictures[-1]
-    width, height = shaping.view.size
-    area_px = choose_area(shaping.image.size, recipe.areas_px) if recipe.areas_px else width * height
     sizes = tuple(picture.latent_size(recipe) for picture in pictures)
-    room = text_room(FAMILIES[recipe.family], Shape(sizes[0], sizes))
-    embeds = [encoder.embed(images, text).cpu() for text in (prompt, negative_prompt) if text is not None]
-    _check_room(embeds, room)
-    return Conditions(tuple(images), area_px, embeds[0], embeds[1] if len(embeds) > 1 else None)
+    texts = [text for text in (prompt, negative_prompt) if text is not None]
+    if family.interleaved:
+        encoder.require_slots(pictures)
+        found = [encoder.embed_whole(images, text) for text in texts]
+        embeds = [one.of_text()[0].cpu() for one in found]
+        width, height = size = pictures[-1].view.size if pictures else size_of_text_alone(recipe)
+        placed = Placed(found[0].image_slots, tuple(picture.view for picture in pictures), size)
+        area_px, shape = width * height, Shape((0, 0), sizes)
+    else:
+        # The pipelines take the proportions of the first (edit) or last control.
+        shaping = pictures[0] if family.max_controls == 1 else pictures[-1]
+        width, height = shaping.view.size
+        area_px = choose_area(shaping.image.size, recipe.areas_px) if recipe.areas_px else width * height
+        embeds, placed, shape = [encoder.embed(images, text).cpu() for text in texts], None, Shape(sizes[0], sizes)
+    _check_room(embeds, family, shape)
+    return Conditions(tuple(images), area_px, embeds[0], embeds[1] if len(embeds) > 1 else None, placed)
 
 
-def check_controls(family: str, count: int, where: str | None = None) -> None:
-    """Raise UsageError when the family does not take `count` images."""
-    limit = FAMILIES[family].max_controls
-    if limit is not None and count > limit:
-        raise UsageError(
-            "too many images for the model",
-            where=where,
-            expected=f"{limit} for family {family}",
-            found=count,
-            hint="an edit_plus model takes several",
-        )
+def size_of_text_alone(recipe: Recipe) -> Size:
+    """The size of an image that has no control to take it from: that of a square of the family's area."""
+    side = isqrt(FAMILIES[recipe.family].area_px)
+    return choose_view((side, side), recipe.areas_px, recipe.buckets_px, recipe.multiple_px).size
 
 
-def _check_room(embeds: Iterable[torch.Tensor], room: int) -> None:
+def _check_room(embeds: Iterable[torch.Tensor], family: Family, shape: Shape) -> None:
+    room = text_room(family, shape)
     for embed in embeds:
         if len(embed) > room:
-            raise RowError(
-                "the prompt is too long", expected=f"at most {room} tokens, images included", found=len(embed)
-            )
+            expected = f"at most {room} tokens{'' if family.interleaved else ', images included'}"
+            raise RowError("the prompt is too long", expected=expected, found=len(embed))
 
 
 def generate(
@@ -98,28 +132,34 @@ def generate(
     cfg: float,
     seed: int,
     size: Size | None = None,
+    sigmas: Sequence[float] | None = None,
+    alpha: bool = False,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Image.Image:
-    """The edited image; see `Predictor.generate`. Neither uses nor changes the global random state.
+    """The generated image; see `Predictor.generate`. Neither uses nor changes the global random state.
+
+    With `sigmas`, noise levels before the scheduler shifts them, there are as many steps as these.
 
     Raises:
         QieError: the device ran out of memory.
     """
-    embeds = {}
-    width, height = size or (None, None)
-    for name, embed in (("prompt_embeds", conditions.prompt), ("negative_prompt_embeds", conditions.negative)):
-        if embed is not None:
-            embeds[name] = embed[None].to(pipeline.vae.device, pipeline.vae.dtype)
-            embeds[f"{name}_mask"] = torch.ones(1, len(embed), dtype=torch.long, device=pipeline.vae.device)
+    placed, images = conditions.placed, list(conditions.images)
+    if placed is None:
+        sizing = sized_by_area(pipeline, conditions.area_px)
+    else:
+        images = [apply_view(image, view) for image, view in zip(images, placed.views, strict=True)]
+        sizing = sized_as_given(pipeline, [image.size for image in images])
+    width, height = size or (placed.size if placed else (None, None))
     try:
-        with _image_area(pipeline, conditions.area_px):
+        with sizing:
             output = pipeline(
-                image=list(conditions.images) if len(conditions.images) > 1 else conditions.images[0],
-                **embeds,
+                image=(images if len(images) > 1 else images[0]) if images else None,
+                **_embeds(pipeline, conditions),
                 width=width,
                 height=height,
                 true_cfg_scale=cfg,
                 num_inference_steps=steps,
+                sigmas=None if sigmas is None else list(sigmas),
                 generator=torch.Generator().manual_seed(seed),
                 callback_on_step_end=lambda pipeline, step, timestep, tensors: on_step(step + 1) or tensors,
             )
@@ -129,21 +169,21 @@ def generate(
             found=" ".join(str(error).split())[:200],
             hint="lower data.area_px or --size; qie-predict takes a device for each component (predict.devices)",
         ) from error
-    return output.images[0]  # type: ignore[no-any-return]
+    image: Image.Image = output.images[0]
+    return image if alpha else on_background(image, "#ffffff")
 
 
-def make_pipeline(
-    pretrained: PretrainedModel, vae: AutoencoderKLQwenImage, transformer: QwenImageTransformer2DModel
-) -> DiffusionPipeline:
-    """The family's pipeline of diffusers, without encoders. All but the transformer computes on the VAE's device."""
-    # With components on several devices, or offloaded ones, diffusers would choose any device; it asks a hook first.
-    add_hook_to_module(vae, AlignDevicesHook(execution_device=vae.device))
-    none = dict.fromkeys(("text_encoder", "tokenizer", "processor"))
-    pipeline = getattr(diffusers, pretrained.family.pipeline)(
-        scheduler=load_scheduler(pretrained), vae=vae, transformer=transformer, **none
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+def _embeds(pipeline: DiffusionPipeline, conditions: Conditions) -> dict[str, torch.Tensor]:
+    """Arguments of a pipeline: the embeddings of its prompts, and their masks."""
+    embeds: dict[str, torch.Tensor] = {}
+    device, dtype = pipeline.vae.device, pipeline.vae.dtype
+    for name, embed in (("prompt_embeds", conditions.prompt), ("negative_prompt_embeds", conditions.negative)):
+        if embed is not None:
+            mask = torch.ones(len(embed), dtype=torch.long)
+            if conditions.placed is not None:
+                embed, mask = conditions.placed.spread(embed, 2 * pipeline.vae_scale_factor)
+            embeds |= {name: embed[None].to(device, dtype), f"{name}_mask": mask[None].to(device)}
+    return embeds
 
 
 def load_vae(pretrained: PretrainedModel, dtype: torch.dtype) -> AutoencoderKLQwenImage:
@@ -215,9 +255,9 @@ class Predictor:
         """The conditions for `generate`; see `Predictor.generate`. A negative prompt of None means no guidance."""
         conditions = embed_conditions(self._encoder, images, prompt, negative_prompt)
         width, height = size or (0, 0)
-        embeds = (conditions.prompt, conditions.negative)
-        room = text_room(self.pretrained.family, Shape((height // 8, width // 8), ()))
-        _check_room((embed for embed in embeds if embed is not None), room)
+        embeds, family = (conditions.prompt, conditions.negative), self.pretrained.family
+        shape = Shape((height // family.latent_scale, width // family.latent_scale), ())
+        _check_room((embed for embed in embeds if embed is not None), family, shape)
         return conditions
 
     def free_encoder(self) -> None:
@@ -235,48 +275,37 @@ class Predictor:
         prompt: str,
         *,
         negative_prompt: str = NULL_PROMPT,
-        steps: int = 20,
-        cfg: float = 4.0,
+        steps: int | None = None,
+        cfg: float | None = None,
         seed: int = 0,
         size: Size | None = None,
+        alpha: bool = False,
         on_step: Callable[[int], object] = lambda step: None,
         keep_encoder: bool = True,
     ) -> Image.Image:
-        """The edited image, in the proportions that the pipeline chooses: those of the first (edit) or last control.
+        """The image, in the proportions that the pipeline chooses: those of the first (edit) or last control. From text
+        alone, it is a square of the family's area.
 
         Args:
-            images: upright RGB controls; exactly one for family edit.
+            images: upright controls, of any mode that the family knows; exactly one for family edit.
             prompt, negative_prompt: instruction, and what to steer away from.
-            steps: denoising steps, at least 2: the schedule has a first and a last one.
-            cfg: guidance scale; 1 or less ignores the negative prompt, in half the time.
+            steps: denoising steps, at least 2: the schedule has a first and a last one. None: see `Sampling.of`.
+            cfg: guidance scale; 1 or less ignores the negative prompt, in half the time. None: the family's own.
             seed: of the noise.
-            size: (width, height) of the generated image instead, multiples of 16; controls keep their size.
+            size: (width, height) of the generated image instead, multiples of 16 (Qwen-Image-2.1: of 32); controls keep
+                their size.
+            alpha: an RGBA image, of a family that makes one; otherwise the image is put on white.
             on_step: called with the number of steps done.
             keep_encoder: keep its weights for more images; if not, they are freed before the pipeline is loaded.
 
         Raises:
-            UsageError: the family does not take so many images.
+            UsageError: the family does not take so many images, or has no alpha.
             RowError: a prompt cannot be embedded.
             QieError: a device is out of memory.
         """
-        conditions = self.embed(images, prompt, negative_prompt if cfg > 1 else None, size)
+        check_alpha(self.pretrained.family, alpha)
+        sampling = Sampling.of(self.pretrained, steps=steps, cfg=cfg, size=size, alpha=alpha)
+        conditions = self.embed(images, prompt, negative_prompt if sampling.cfg > 1 else None, size)
         if not keep_encoder:
             self.free_encoder()
-        return generate(self.pipeline, conditions, steps=steps, cfg=cfg, seed=seed, size=size, on_step=on_step)
-
-
-@contextmanager
-def _image_area(pipeline: DiffusionPipeline, area_px: int) -> Iterator[None]:
-    """Let the pipeline size its images for `area_px` instead of its constant of 1024².
-
-    The pipelines have no argument for it, and take no latents in place of images. At the family's own area this changes
-    nothing. A test compares the generated images with the pipeline's own.
-    """
-    module = sys.modules[type(pipeline).__module__]
-    original = module.calculate_dimensions
-
-    def calculate(_target_area: float, ratio: float) -> tuple[int, ...]:
-        return original(area_px, ratio)  # type: ignore[no-any-return]
-
-    with mock.patch.object(module, "calculate_dimensions", calculate):
-        yield
+        return generate(self.pipeline, conditions, seed=seed, **sampling.settings, on_step=on_step)

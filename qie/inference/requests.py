@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from PIL import Image, PngImagePlugin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from qie.encode.images import Size, decode_image
+from qie.encode.images import Size, decode_layers
 from qie.encode.text import check_prompt
 from qie.errors import QieError, RowError, UsageError
+from qie.families import FAMILIES, Family
 from qie.paths import local_path, open_own, require_writable
 from qie.stores import File, MissingError, RefusedError, TooLargeError
 
 if TYPE_CHECKING:
     from qie.inference.predictor import Conditions, Predictor
+    from qie.pretrained import PretrainedModel
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,45 @@ class Sampling:
     """How images are generated, for all requests.
 
     Attributes:
-        steps, cfg, size: see `Predictor.generate`.
-        background: colour behind transparent pixels of controls.
+        steps, cfg, size, alpha: see `Predictor.generate`.
+        sigmas: the noise levels of the steps, before the scheduler shifts them; None for evenly spaced ones.
+        background: colour behind transparent pixels of controls; None to keep these transparent.
     """
 
     steps: int
     cfg: float
-    size: Size | None
-    background: str
+    size: Size | None = None
+    alpha: bool = False
+    sigmas: tuple[float, ...] | None = None
+    background: str | None = None
 
+    @classmethod
+    def of(cls, pretrained: PretrainedModel, *, steps: int | None, cfg: float | None, **others: Any) -> Sampling:
+        """Without `steps`, at the noise levels that the model names, or in the family's number of steps. Without `cfg`,
+        with the family's guidance.
+
+        Raises:
+            ModelError: the model names no noise levels, but something else.
+        """
+        family, sigmas = pretrained.family, pretrained.sample_sigmas if steps is None else None
+        steps = steps or len(sigmas or ()) or family.steps
+        return cls(steps, family.guidance if cfg is None else cfg, sigmas=sigmas, **others)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of `generate`."""
+        return {name: value for name, value in vars(self).items() if name != "background"}
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What an image tells of them."""
+        told: dict[str, Any] = {"steps": self.steps, "cfg": self.cfg}
+        told |= {} if self.sigmas is None else {"sample_sigmas": list(self.sigmas)}
+        return told | ({"alpha": True} if self.alpha else {})
+
+
+WITH_ALPHA = frozenset({"PNG", "WEBP", "TIFF", "JPEG2000", "AVIF", "TGA"})
+"""Pillow's names of formats that keep a pixel's opacity as it is."""
 
 _Path = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 
@@ -79,7 +111,7 @@ class _Line(BaseModel):
 
     @model_validator(mode="after")
     def _check_images(self) -> _Line:
-        if (self.image is None) == (self.images is None):
+        if self.image is not None and self.images is not None:
             raise ValueError("either image or images")
         return self
 
@@ -131,20 +163,55 @@ def numbered_paths(output: Path, count: int) -> tuple[Path, ...]:
     return tuple(output.with_name(f"{output.stem}-{number:0{digits}}{output.suffix}") for number in range(count))
 
 
-def check_requests(requests: Sequence[Request], background: str) -> None:
-    """Raise UsageError when a request cannot be read, written or understood, or would overwrite another's image."""
+def check_requests(requests: Sequence[Request], family: Family, sampling: Sampling) -> None:
+    """Raise UsageError when a request cannot be read, written or understood, would overwrite another's image, or has
+    another number of images than the family takes."""
     writers: dict[Path, str | None] = {}
     for request in requests:
         with _located(request.where):
+            check_controls(family, len(request.images))
             for output in request.outputs:
-                check_image_path(output)
+                check_image_path(output, alpha=sampling.alpha)
                 if (place := output.resolve()) in writers:
                     raise UsageError(
                         "two images would go into the same file", where=output, found=f"also {writers[place]}"
                     )
                 writers[place] = request.where
-            read_images(request.images, background)
+            read_images(request.images, sampling.background)
             check_prompts(request.prompt, request.negative_prompt)
+
+
+def check_controls(family: Family, count: int, where: str | None = None) -> None:
+    """Raise UsageError when the family does not take `count` images."""
+    least, limit = family.min_controls, family.max_controls
+    expected = f"{limit or f'{least} or more'} for family {family.name}"
+    if count < least:
+        raise UsageError(
+            "the model edits images, and was given none",
+            where=where,
+            expected=expected,
+            found=count,
+            hint="name an image to edit; Qwen-Image-2.1 also makes images from text alone",
+        )
+    if limit is not None and count > limit:
+        raise UsageError(
+            "too many images for the model",
+            where=where,
+            expected=expected,
+            found=count,
+            hint="an edit_plus model takes several",
+        )
+
+
+def check_alpha(family: Family, alpha: bool, where: str | None = None) -> None:
+    """Raise UsageError when transparency is asked of a family that makes none."""
+    if alpha and not family.alpha:
+        raise UsageError(
+            "the model makes no transparent images",
+            where=where,
+            expected="a model of family " + " or ".join(one.name for one in FAMILIES.values() if one.alpha),
+            found=f"{family.name} ({family.title})",
+        )
 
 
 def embed_requests(
@@ -153,17 +220,22 @@ def embed_requests(
     """The conditions of each request, in host memory, without its images. Frees the encoder's weights.
 
     `progress` is called with the number of requests embedded.
-    """
-    from qie.inference.predictor import check_controls
 
-    for request in requests:
-        check_controls(predictor.pretrained.family.name, len(request.images), request.where)
+    Raises:
+        UsageError: a prompt is too long, or the text encoder resizes an image.
+    """
     conditions = []
     for request in requests:
         with _located(request.where):
             images = read_images(request.images, sampling.background)
             negative = request.negative_prompt if sampling.cfg > 1 else None
-            conditions.append(replace(predictor.embed(images, request.prompt, negative, sampling.size), images=()))
+            try:
+                embedded = predictor.embed(images, request.prompt, negative, sampling.size)
+            except RowError as error:
+                raise UsageError(
+                    error.what, where=error.where, expected=error.expected, found=error.found, hint=error.hint
+                ) from error
+            conditions.append(replace(embedded, images=()))
         progress(len(conditions))
     predictor.free_encoder()
     return conditions
@@ -186,7 +258,7 @@ def iter_generated(
     """
     from qie.inference.predictor import generate
 
-    steps, done = sampling.steps, 0
+    done = 0
     for request, condition in zip(requests, conditions, strict=True):
         about = {"prompt": request.prompt, "negative_prompt": request.negative_prompt, "images": request.images}
         with _located(request.where):
@@ -195,14 +267,12 @@ def iter_generated(
                 image = generate(
                     predictor.pipeline,
                     given,
-                    steps=steps,
-                    cfg=sampling.cfg,
                     seed=seed,
-                    size=sampling.size,
+                    **sampling.settings,
                     on_step=lambda step, before=done, name=output.name: on_step(before + step, name),  # type: ignore[misc]
                 )
                 save_image(image, output, about | {"seed": seed, "size": image.size} | settings)
-                done += steps
+                done += sampling.steps
                 yield output, image
 
 
@@ -219,12 +289,12 @@ def check_prompts(prompt: str, negative_prompt: str, where: str = "--{}", negati
             raise UsageError(error.what, where=where.format(name), found=error.found, hint=error.hint) from error
 
 
-def read_images(paths: Iterable[str], background: str, where: str | None = None) -> list[Image.Image]:
+def read_images(paths: Iterable[str], background: str | None, where: str | None = None) -> list[Image.Image]:
     """Image files, decoded as rows are.
 
     Args:
         paths: the files.
-        background: colour behind transparent pixels.
+        background: colour behind transparent pixels; None to keep these transparent, in RGBA.
         where: configuration key that names them, for messages.
 
     Raises:
@@ -234,7 +304,8 @@ def read_images(paths: Iterable[str], background: str, where: str | None = None)
     for path in paths:
         place = f"{where}: {path}" if where else path
         try:
-            images.append(decode_image(File.at(local_path(path)).read(), "the file", background))
+            layers = decode_layers(File.at(local_path(path)).read(), "the file")
+            images.append(layers.rgba if background is None else layers.on(background))
         except (MissingError, RefusedError) as error:
             raise UsageError(f"the image cannot be read: {error.reason}", where=place) from error
         except (RowError, TooLargeError) as error:
@@ -242,12 +313,16 @@ def read_images(paths: Iterable[str], background: str, where: str | None = None)
     return images
 
 
-def check_image_path(path: Path) -> None:
-    """Raise UsageError when no image can be written to `path`: for a check before the work, not after it."""
-    if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
+def check_image_path(path: Path, *, alpha: bool = False) -> None:
+    """Raise UsageError when no image, with `alpha` none that is transparent, can be written to `path`: for a check
+    before the work, not after it."""
+    kind = Image.registered_extensions().get(path.suffix.lower())
+    if kind not in Image.SAVE:
         raise UsageError(
             "the file extension is not that of an image format", where=path, expected="such as .png or .jpg"
         )
+    if alpha and kind not in WITH_ALPHA:
+        raise UsageError("this format has no transparency", where=path, expected="such as .png or .webp", found=kind)
     require_writable(path)
 
 

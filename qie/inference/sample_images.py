@@ -19,16 +19,10 @@ from PIL import Image
 from qie.config import Config
 from qie.encode import Encoder
 from qie.errors import RowError, UsageError
-from qie.inference.predictor import (
-    Conditions,
-    check_controls,
-    embed_conditions,
-    free,
-    generate,
-    load_vae,
-    make_pipeline,
-)
-from qie.inference.requests import check_prompts, read_images, save_image
+from qie.families import Family
+from qie.inference.pipelines import make_pipeline
+from qie.inference.predictor import Conditions, embed_conditions, free, generate, load_vae
+from qie.inference.requests import Sampling, check_controls, check_prompts, read_images, save_image
 from qie.pretrained import PretrainedModel
 
 
@@ -50,31 +44,36 @@ class SampleImages:
         self, config: Config, pretrained: PretrainedModel, samples: Sequence[Conditions], device: torch.device
     ) -> None:
         self._section, self._pretrained, self._samples, self._device = config.validation, pretrained, samples, device
+        self._sampling = sampling_of(config, pretrained)
         self._dtype = torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
         self._vae = load_vae(pretrained, self._dtype)
 
     def __call__(self, transformer: QwenImageTransformer2DModel) -> list[Image.Image]:
-        steps, cfg = self._section.sample_steps, self._section.sample_cfg
         images = []
         with _in_inference(transformer, self._device, self._dtype), _resident(self._vae, self._device):
             pipeline = make_pipeline(self._pretrained, self._vae, transformer)
             for sample, conditions in zip(self._section.samples, self._samples, strict=True):
-                image = generate(pipeline, conditions, steps=steps, cfg=cfg, seed=sample.seed)
-                image.info["qie"] = json.dumps(sample.model_dump() | {"steps": steps, "cfg": cfg}, ensure_ascii=False)
+                image = generate(pipeline, conditions, seed=sample.seed, **self._sampling.settings)
+                image.info["qie"] = json.dumps(sample.model_dump() | self._sampling.told, ensure_ascii=False)
                 images.append(image)
         return images
 
 
-def read_samples(config: Config, family: str) -> list[list[Image.Image]]:
+def sampling_of(config: Config, pretrained: PretrainedModel) -> Sampling:
+    """How `validation.samples` are generated."""
+    return Sampling.of(pretrained, steps=config.validation.sample_steps, cfg=config.validation.sample_cfg)
+
+
+def read_samples(config: Config, family: Family) -> list[list[Image.Image]]:
     """The controls of each of `validation.samples`. Checks its prompts, too.
 
     Raises:
         UsageError: an image or a prompt cannot be used; names its configuration key.
     """
-    controls = []
+    controls, behind = [], None if family.alpha else config.data.background
     for number, sample in enumerate(config.validation.samples):
         key = f"validation.samples.{number}"
-        controls.append(read_images(sample.images, config.data.background, f"{key}.images"))
+        controls.append(read_images(sample.images, behind, f"{key}.images"))
         check_controls(family, len(sample.images), f"{key}.images")
         check_prompts(sample.prompt, sample.negative_prompt, f"{key}.{{}}", "negative_prompt")
     return controls
@@ -86,9 +85,9 @@ def embed_samples(config: Config, controls: Sequence[Sequence[Image.Image]], enc
     Raises:
         UsageError: a prompt is too long; names its configuration key.
     """
-    conditions = []
+    conditions, guided = [], sampling_of(config, encoder.pretrained).cfg > 1
     for number, (sample, images) in enumerate(zip(config.validation.samples, controls, strict=True)):
-        negative = sample.negative_prompt if config.validation.sample_cfg > 1 else None
+        negative = sample.negative_prompt if guided else None
         try:
             conditions.append(embed_conditions(encoder, images, sample.prompt, negative))
         except RowError as error:

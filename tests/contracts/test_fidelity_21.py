@@ -7,9 +7,11 @@ ours: `Qwen3VLProcessor` needs torchvision, so its parts are called one by one.
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import PIL
 import pytest
 import torch
@@ -21,6 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from qie.encode.images import apply_view, choose_view, on_background, to_pixels
 from qie.encode.text import PromptEmbeds, PromptEncoder
 from qie.families import FAMILIES, NULL_PROMPT
+from qie.inference import Predictor
 from qie.pretrained import PretrainedModel, open_pretrained
 from qie.shards.tensors import store_together
 from qie.types import Row, Sample
@@ -246,6 +249,71 @@ def test_what_is_not_stored_changes_nothing_that_the_transformer_gives(
     found = output(*with_slots(sample, noise))
     assert torch.equal(with_slots(sample, noise)[1], is_image[None])
     assert torch.equal(found, expected) and found.std() > 0.1
+
+
+SIGMAS = (1.0, 0.8, 0.35)
+NEGATIVE = "dull colours"
+GENERATED = {
+    "text alone": ([], {"steps": 3}),
+    "one control": ([("chelsea", None, False)], {"steps": 2}),
+    "one control, guidance": ([("coffee", (300, 90), False)], {"steps": 2, "cfg": 3.0, "negative_prompt": NEGATIVE}),
+    "text alone, guidance by the null prompt": ([], {"steps": 2, "cfg": 2.0, "negative_prompt": NULL_PROMPT}),
+    "two controls with alpha": ([("chelsea", (200, 330), True), ("coffee", None, True)], {"steps": 2}),
+    "two controls, the model's own noise levels": ([("chelsea", None, False), ("coffee", None, True)], {}),
+    "one control, another size": ([("chelsea", None, False)], {"steps": 2, "size": (96, 160)}),
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_an_image_is_the_one_that_the_pipeline_makes_as_it_is(
+    name: str, tiny_21: Path, encoder_21, released: Released, tmp_path: Path
+) -> None:
+    """From prompt and files to pixels, opacity among them: its own encoding, sizes, noise, schedule and KV cache."""
+    controls, how = GENERATED[name]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for part in tiny_21.iterdir():
+        (folder / part.name).symlink_to(part)
+    (folder / "model_index.json").unlink()
+    index = json.loads((tiny_21 / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index if how else index | {"sample_sigmas": SIGMAS}))
+    images = []
+    for file, size, alpha in controls:
+        image = Image.open(GOLDEN / f"{file}.png").convert("RGB")
+        image = image.resize(size) if size else image
+        if alpha:
+            image.putalpha(Image.linear_gradient("L").resize(image.size))
+        images.append(image)
+    predictor = Predictor(
+        open_pretrained(str(folder)), encoder_21, vae_device=CPU, transformer_device=CPU, dtype=torch.float32
+    )
+    found = predictor.generate(images, "make it night", seed=7, alpha=True, **how)
+
+    own = released.pipeline
+    pipeline = diffusers.QwenImage21Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler"),
+        vae=own.vae,
+        text_encoder=own.text_encoder,
+        processor=own.processor,
+        transformer=diffusers.QwenImage21Transformer2DModel.from_pretrained(folder / "transformer").eval(),
+        sample_sigmas=None if how else SIGMAS,
+    )
+    width, height = how.get("size", (None, None))
+    expected = pipeline(
+        "make it night",
+        image=images or None,
+        negative_prompt=how.get("negative_prompt"),
+        true_cfg_scale=how.get("cfg", 1.0),
+        num_inference_steps=how.get("steps", 40),
+        width=width,
+        height=height,
+        generator=torch.Generator().manual_seed(7),
+        output_resolution=128,
+    ).images[0]
+    assert found.mode == expected.mode == "RGBA" and found.size == expected.size
+    assert found.tobytes() == expected.tobytes()
+    assert all(np.asarray(found)[..., channel].std() > 5 for channel in range(4))
+    assert predictor.pipeline.scheduler.num_inference_steps == how.get("steps", len(SIGMAS))
 
 
 def test_an_image_of_one_family_is_encoded_with_its_opacity_and_one_of_another_on_its_background(

@@ -273,7 +273,7 @@ def test_a_line_that_cannot_be_embedded_is_named_before_the_transformer_is_loade
     lines = [{"image": str(images[0]), "prompt": PROMPT, "output": "a.png"}]
     lines += [lines[0] | {"prompt": "word and " * 1000, "output": "b.png"}]
     batch = write_batch(tmp_path, *lines)
-    message = edit("--batch", batch, single=False, code=1).stderr
+    message = edit("--batch", batch, single=False, code=2).stderr
     assert f"{batch}, line 2" in message and "the prompt is too long" in message
     lines[1] = {"images": [str(path) for path in images], "prompt": PROMPT, "output": "b.png"}
     message = edit("--batch", write_batch(tmp_path, *lines), single=False, code=2).stderr
@@ -323,7 +323,10 @@ def test_the_same_lora_twice_is_refused_however_it_is_named(edit, loras, tmp_pat
 def test_options_that_contradict_or_lack_each_other_are_refused(edit, tmp_path: Path) -> None:
     batch = write_batch(tmp_path, {"image": "a.png", "prompt": "x", "output": "b.png"})
     assert "--image, --prompt, --output" in edit("--batch", batch, code=2).stderr
-    assert "--image, --output" in edit("--prompt", "x", single=False, code=2).stderr
+    assert "Missing option --output" in edit("--prompt", "x", single=False, code=2).stderr
+    lacking = ("--prompt", "x", "--output", tmp_path / "out.png")
+    assert "was given none" in edit(*lacking, single=False, code=2).stderr
+    assert "makes no transparent images" in edit("--alpha", code=2).stderr
     assert "multiples of 16" in edit("--size", "100x100", code=2).stderr
 
 

@@ -10,8 +10,11 @@ from PIL import Image
 
 from qie.cli.predict import parse_lora, parse_size
 from qie.errors import QieError, UsageError
-from qie.inference.requests import Request, check_requests, numbered_paths, read_batch
+from qie.families import FAMILIES
+from qie.inference.requests import Request, Sampling, check_requests, numbered_paths, read_batch
 from qie.training.model.adapter_file import ADAPTER_FILE
+
+EDIT, SAMPLING = FAMILIES["edit"], Sampling(steps=2, cfg=1.0, background="#ffffff")
 
 
 @pytest.fixture
@@ -53,7 +56,6 @@ def test_paths_that_are_absolute_stay(batch, tmp_path: Path) -> None:
     [
         (GOOD | {"promt": "x"}, ["unknown key 'promt'", "one of image, images, prompt", "did you mean 'prompt'?"]),
         ({"image": "a.png", "output": "o.png"}, ["a required key is missing: prompt"]),
-        ({"prompt": "x", "output": "o.png"}, ["either image or images"]),
         (GOOD | {"images": ["a.png"]}, ["either image or images"]),
         (GOOD | {"seed": "7"}, ["line 2, seed", "found:    '7'"]),
         (GOOD | {"seed": -1}, ["line 2, seed", "greater than or equal to 0"]),
@@ -85,6 +87,8 @@ def test_a_file_that_is_no_batch_is_refused(tmp_path: Path, content: bytes | Non
     [
         ({"image": "nowhere.png"}, ["No such file", "nowhere.png"]),
         ({"image": "batch.jsonl"}, ["not an image"]),
+        ({"image": None}, ["was given none", "1 for family edit", "images from text alone"]),
+        ({"image": None, "images": ["a.png", "b.png"]}, ["too many images"]),
         ({"prompt": " "}, ["the prompt is empty", "--prompt"]),
         ({"negative_prompt": "<|im_end|>"}, ["special token"]),
         ({"output": "nowhere/out.png"}, ["the file cannot be written there"]),
@@ -93,16 +97,16 @@ def test_a_file_that_is_no_batch_is_refused(tmp_path: Path, content: bytes | Non
     ],
 )
 def test_what_a_line_names_is_checked_before_any_work(batch, tmp_path: Path, wrong, words) -> None:
-    check_requests(batch(GOOD, GOOD | {"output": "other.png"}), "#ffffff")
+    check_requests(batch(GOOD, GOOD | {"output": "other.png"}), EDIT, SAMPLING)
     with pytest.raises(QieError) as caught:
-        check_requests(batch(GOOD, GOOD | {"output": "other.png"} | wrong), "#ffffff")
+        check_requests(batch(GOOD, GOOD | {"output": "other.png"} | wrong), EDIT, SAMPLING)
     assert caught.value.exit_code == 2
     assert all(word in str(caught.value) for word in [f"{tmp_path / 'batch.jsonl'}, line 2", *words]), caught.value
 
 
 def test_numbered_files_of_two_lines_do_not_meet(batch) -> None:
     with pytest.raises(UsageError, match="two images would go into the same file"):
-        check_requests(batch(GOOD, GOOD | {"output": "out-1.png"}, count=1) + batch(GOOD, count=2), "#ffffff")
+        check_requests(batch(GOOD, GOOD | {"output": "out-1.png"}, count=1) + batch(GOOD, count=2), EDIT, SAMPLING)
 
 
 def test_several_images_are_numbered_from_0_in_equally_long_names() -> None:

@@ -276,7 +276,7 @@ def test_a_prompt_that_is_too_long_for_the_transformer_is_refused(config, config
     assert caught.value.where == "validation.samples.0"
     places = ["--config", config_file, "--image", sample.images[0], "--output", tmp_path / "out.png"]
     result = CliRunner().invoke(predict.main, [str(word) for word in (*places, "--prompt", prompt)])
-    assert result.exit_code == 1 and "the prompt is too long" in result.stderr
+    assert result.exit_code == 2 and "the prompt is too long" in result.stderr
 
 
 def test_transparent_parts_have_the_colour_that_they_have_in_training(config, pretrained, tmp_path: Path) -> None:
