@@ -149,7 +149,7 @@ def test_an_old_or_misplaced_key_or_value_is_answered_with_what_to_write_instead
         ("data:\n  source:\n  - source: a\n  - source: b\n    weight: 0", [], "{file}:6, data.source.1.weight"),
         ("data:\n  source:\n  - source: a", ["data.source.0.weight=0"], "--set data.source.0.weight"),
         ("train:\n  <<: {seed: 1,\n       max_steps: 0}", [], "{file}:4, train.max_steps"),
-        ("validation: {samples: [{prompt: x}]}", [], "{file}:2, validation.samples.0.images"),
+        ("validation: {samples: [{images: [a.png]}]}", [], "{file}:2, validation.samples.0.prompt"),
         ("", ["data.area_px=65536", "data.buckets_px=[[256, 256]]"], "--set data"),
         ("data: {area_px: 65536}", ["data.buckets_px=[[256, 256]]"], "{file}:2, data"),
     ],

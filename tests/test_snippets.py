@@ -172,7 +172,7 @@ def checked(command: str, arguments: list[str]) -> dict[str, object]:
     if command == "precompute":
         precompute._devices(params)
     if command == "predict":
-        asked = params["batch"] or (params["images"] and params["prompt"] and params["output"])
+        asked = params["batch"] or (params["prompt"] and params["output"])
         assert asked, arguments
     return params
 

@@ -169,7 +169,6 @@ def check_requests(requests: Sequence[Request], family: Family, sampling: Sampli
     writers: dict[Path, str | None] = {}
     for request in requests:
         with _located(request.where):
-            check_controls(family, len(request.images))
             for output in request.outputs:
                 check_image_path(output, alpha=sampling.alpha)
                 if (place := output.resolve()) in writers:
@@ -179,6 +178,7 @@ def check_requests(requests: Sequence[Request], family: Family, sampling: Sampli
                 writers[place] = request.where
             read_images(request.images, sampling.background)
             check_prompts(request.prompt, request.negative_prompt)
+            check_controls(family, len(request.images))
 
 
 def check_controls(family: Family, count: int, where: str | None = None) -> None:
