@@ -23,8 +23,10 @@ from qie.inference import predictor as inference
 from qie.inference.pipelines import _NoProcessor, make_pipeline
 from qie.pretrained import PretrainedModel, open_pretrained
 from qie.training.model.adapter_file import ADAPTER_FILE
+from qie.training.model.blocks import KeptActivations, checkpoint_activations, compile_blocks
 from qie.training.model.load import save_transformer
 from qie.training.model.lora import add_frozen_adapters, save_adapter
+from qie.training.model.training_forward import use_training_forward
 from tests.conftest import AREA_PX
 from tests.training.adapters import randomise, trained_adapter, transformer_of
 
@@ -196,6 +198,27 @@ def test_sample_images_are_those_of_qie_predict_with_the_adapter_also_on_a_quant
     assert made(*how).tobytes() == alone.tobytes() and alone.size == (128, 128)
     released = made(*how, "--set", "model.quantize=null")
     assert released.tobytes() != alone.tobytes()
+
+
+def test_a_transformer_in_training_makes_them_as_one_that_is_not_recomputed_offloaded_or_compiled(
+    images, lora, tiny_21: Path, tmp_path: Path
+) -> None:
+    """And nothing is compiled for pictures: the training step has its own forward."""
+    samples = [{"images": [str(path) for path in images], "prompt": PROMPT}, {"prompt": PROMPT}]
+    write_config(tmp_path / "config.yaml", tiny_21, validation={"samples": samples, "sample_steps": 2})
+    make = open_samples(load_config(str(tmp_path / "config.yaml"), ()), CPU)
+    found, compiled = [], []
+    for in_training in (False, True):
+        transformer = transformer_of(tiny_21)
+        add_frozen_adapters(transformer, [AdapterConfig(path=str(lora))])
+        if in_training:
+            use_training_forward(transformer.train())
+            kept = KeptActivations(attention=1)
+            checkpoint_activations(transformer, 1, 1, CPU, kept=kept, compiled=True)
+            compile_blocks(transformer, lambda graph, _: compiled.append(graph) or graph.forward)
+        found.append([image.tobytes() for image in make(transformer)])
+        assert transformer.training == in_training
+    assert found[0] == found[1] and compiled == []
 
 
 @pytest.mark.parametrize(
