@@ -83,11 +83,11 @@ def test_a_state_of_other_data_is_refused_by_name(shards: Path, tmp_path: Path, 
 
 
 @pytest.fixture(scope="module")
-def photo_shards(photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photo_shards(photos: Path, family_encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from qie.data.sources import open_source
 
     folder = tmp_path_factory.mktemp("resume") / "shards"
-    precompute(open_source(photos), encoder, folder, rows=(0, 8))
+    precompute(open_source(photos), family_encoder, folder, rows=(0, 8))
     return folder
 
 
@@ -96,6 +96,7 @@ def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int 
     import os
     import signal
 
+    pretrained = open_pretrained(str(model), components=COMPONENTS)
     config = Config.model_validate(
         {
             "model": {
@@ -106,6 +107,7 @@ def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int 
             "train": {
                 "max_steps": steps,
                 "gradient_accumulation_steps": 2,
+                "draws_per_sample": 2 if pretrained.family.interleaved else 1,
                 "mixed_precision": "no",
                 "output_dir": str(output),
                 "seed": 5,
@@ -125,7 +127,7 @@ def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int 
     stream = open_stream(shards, batch_size=2, seed=5, validation_rows=2)
     outcome = train(
         config,
-        open_pretrained(str(model), components=COMPONENTS),
+        pretrained,
         stream,
         Accelerator(cpu=True),
         resume="latest" if resume else None,
@@ -135,12 +137,12 @@ def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int 
 
 
 def test_a_stopped_and_resumed_run_is_the_run_that_was_never_stopped(
-    tiny_edit: Path, photo_shards: Path, tmp_path: Path
+    tiny_model: Path, photo_shards: Path, tmp_path: Path
 ) -> None:
-    whole, end = run(tiny_edit, photo_shards, tmp_path / "whole", steps=9)
-    first, stopped = run(tiny_edit, photo_shards, tmp_path / "parts", steps=9, stop_after=4)
+    whole, end = run(tiny_model, photo_shards, tmp_path / "whole", steps=9)
+    first, stopped = run(tiny_model, photo_shards, tmp_path / "parts", steps=9, stop_after=4)
     assert stopped.interrupted and stopped.step == 4
-    second, resumed = run(tiny_edit, photo_shards, tmp_path / "parts", steps=9, resume=True)
+    second, resumed = run(tiny_model, photo_shards, tmp_path / "parts", steps=9, resume=True)
 
     assert first | second == whole, "losses, gradient norms and learning rates, bit for bit"
     assert sorted(second) == [5, 6, 7, 8, 9]

@@ -83,7 +83,7 @@ def _shard_on_cpus() -> None:
 
     def prepare(self: TrainableModel, *arguments: Any) -> Any:
         prepared = plain_prepare(self, *arguments)
-        assert self.sharded and type(self.model).__name__ == "FSDPQwenImageTransformer2DModel"
+        assert self.sharded and type(self.model).__name__.startswith("FSDPQwenImage")
         return prepared
 
     AcceleratorState.__init__ = init

@@ -1,8 +1,9 @@
-"""Runs of qie-train in this process, on the tiny model and nine photographs."""
+"""Runs of qie-train in this process, on a tiny model and a few photographs."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,32 @@ from click.testing import CliRunner, Result
 
 from qie.cli import train
 from qie.data.sources import open_source
+from qie.families import FAMILIES
 from qie.precompute import precompute
 from tests.conftest import AREA_PX, forget_accelerate
 
 ROWS = 9
+OF_ONE_SIZE = ("cat-sepia", "coffee-mirrored", "motorcycle-blurred", "rocket-high_contrast")
 ADAPTER = "pytorch_lora_weights.safetensors"
 TIMES = {"samples_per_s", "step_time_s", "data_wait_s", "peak_memory_bytes", "mfu"}
 """What differs between two equal runs."""
+
+
+def mixed_rows(photos: Path, folder: Path) -> Path:
+    """Write a table of twelve rows and its pictures: four photographs, made of text alone, of one control, and of two.
+
+    All are of one size, so that each number of controls makes a shape of four; their prompts are of several lengths.
+    """
+    shutil.copytree(photos, folder)
+    rows = []
+    for number, name in enumerate(OF_ONE_SIZE):
+        prompt = (photos / "training_images" / f"{name}.txt").read_text()
+        controls = [f"control_images/{one}.png" for one in (name, OF_ONE_SIZE[number - 1])]
+        target = f"training_images/{name}.png"
+        rows += [{"target": target, "control": controls[:count], "prompt": prompt + "!" * count} for count in range(3)]
+    table = folder / "rows.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return table
 
 
 @dataclass(frozen=True)
@@ -29,13 +49,21 @@ class Bench:
 
     @classmethod
     def make(cls, folder: Path, model: Path, photos: Path, encoder: Any) -> Bench:
-        """With shards of `ROWS` photographs, of which two are kept out of training."""
-        precompute(open_source(photos), encoder, folder / "shards", rows=(0, ROWS))
+        """With shards of `ROWS` photographs; two are kept out of training.
+
+        Of a family that takes rows without controls, they are those of `mixed_rows`, drawn twice in a step.
+        """
+        family, draws = FAMILIES[encoder.recipe.family], 1
+        if family.min_controls:
+            precompute(open_source(photos), encoder, folder / "shards", rows=(0, ROWS))
+        else:
+            source, draws = open_source(mixed_rows(photos, folder / "rows"), text_to_image=True), 2
+            assert precompute(source, encoder, folder / "shards", rows=(0, 12), shard_size=5).encoded == 12
         settings = {
             "model": {"pretrained_model_name_or_path": str(model), "lora": {"r": 4}},
-            "data": {"area_px": AREA_PX, "allow_tiny": True},
+            "data": {"area_px": AREA_PX, "text_area_px": encoder.recipe.text_area_px, "allow_tiny": True},
             "cache": {"cache_dir": str(folder / "shards")},
-            "train": {"mixed_precision": "no", "gradient_checkpointing": False},
+            "train": {"mixed_precision": "no", "gradient_checkpointing": False, "draws_per_sample": draws},
             "optimizer": {"init_args": {"lr": 0.01}},
             "lr_scheduler": {"warmup_steps": 0},
             "validation": {"rows": 2, "every": 2},

@@ -46,14 +46,14 @@ SETTINGS: dict[str, object] = {
 }
 
 
-def test_12_steps_are_7_steps_a_kill_and_the_rest_bit_for_bit(bench: Bench, tmp_path: Path) -> None:
+def test_12_steps_are_7_steps_a_kill_and_the_rest_bit_for_bit(any_bench: Bench, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    bench.train(whole, **SETTINGS)
-    command = [sys.executable, "-c", DYING, *bench.words(killed, **SETTINGS)]
+    any_bench.train(whole, **SETTINGS)
+    command = [sys.executable, "-c", DYING, *any_bench.words(killed, **SETTINGS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     assert [folder.name for folder in checkpoints(killed)] == ["checkpoint-000004", "checkpoint-000006"]
-    bench.train(killed, "--resume", "latest", **SETTINGS)
+    any_bench.train(killed, "--resume", "latest", **SETTINGS)
     assert lines(killed) == lines(whole)
     assert len([line for line in lines(whole) if "loss" in line]) == 12
     mine, theirs = checkpoint(killed, 12), checkpoint(whole, 12)

@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from qie.config import Config
-from qie.errors import QieError
+from qie.errors import ConfigError, QieError
 from qie.pretrained import open_pretrained
 from qie.training.checkpoint import identity
 from qie.training.model.lora import save_adapter
+from qie.training.model.sharding import require_own_blocks
 from qie.training.model.trainable import TrainableModel
 from qie.training.processes import open_accelerator
 from tests.training.adapters import trained_adapter
+from tests.training.small import small_transformer
 
 
 @pytest.fixture(params=[{"r": 2, "lora_dropout": 0.5}, None], ids=["LoRA", "all weights"])
@@ -102,6 +104,15 @@ def test_a_run_with_adapters_resumes_from_a_checkpoint_of_before_train_only_was_
     model = {"pretrained_model_name_or_path": str(tiny_edit), "adapters": [{"path": "a"}]}
     mine = identity(Config.model_validate({"model": model}), open_pretrained(str(tiny_edit)))
     assert mine["model.adapters"] == [{"path": "a", "scale": 1.0}]
+
+
+def test_a_configuration_of_accelerate_that_names_blocks_of_another_family_is_refused() -> None:
+    transformer = small_transformer(num_layers=1)
+    require_own_blocks(transformer, None)
+    require_own_blocks(transformer, ["QwenImageTransformerBlock"])
+    with pytest.raises(ConfigError, match="no layer of the class that it is to be sharded by") as caught:
+        require_own_blocks(transformer, ["QwenImage21TransformerBlock"])
+    assert (caught.value.expected, caught.value.found) == ("QwenImageTransformerBlock", "QwenImage21TransformerBlock")
 
 
 def test_a_weight_that_is_not_finite_is_named_instead_of_given(build) -> None:

@@ -33,10 +33,12 @@ SETTINGS: dict[str, object] = {
     "validation__rows": 3,
     "validation__every": 3,
 }
-TRAINED: dict[str, dict[str, object]] = {
+TRAINED: dict[str, tuple[str, dict[str, object]]] = {
     # Those on the last block's text stream never get a gradient: DDP must not wait for them.
-    "LoRA": {"model__lora": {"r": 4, "target_modules": ["to_q", "to_out.0", "add_q_proj", "to_add_out"]}},
-    "all weights": {"model__lora": None},
+    "LoRA": ("bench", {"model__lora": {"r": 4, "target_modules": ["to_q", "to_out.0", "add_q_proj", "to_add_out"]}}),
+    "all weights": ("bench", {"model__lora": None}),
+    # Rows with no, one and two controls, two draws of each.
+    "Qwen-Image-2.1": ("bench_21", {"model__lora": {"r": 4}, "data__control_dropout_rate": 0.3}),
 }
 
 
@@ -52,19 +54,21 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module", params=TRAINED)
-def alone(bench: Bench, tmp_path_factory: pytest.TempPathFactory, request) -> tuple[dict[str, object], Path]:
-    """Settings, and their run in one process with a batch of two."""
-    settings, folder = SETTINGS | TRAINED[request.param], tmp_path_factory.mktemp("alone") / "run"
+def alone(tmp_path_factory: pytest.TempPathFactory, request) -> tuple[Bench, dict[str, object], Path]:
+    """A bench, settings, and their run in one process with a batch of two."""
+    name, changes = TRAINED[request.param]
+    bench: Bench = request.getfixturevalue(name)
+    settings, folder = SETTINGS | changes, tmp_path_factory.mktemp("alone") / "run"
     bench.train(folder, data__batch_size=2, **settings)
-    return settings, folder
+    return bench, settings, folder
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
 def test_two_processes_train_as_one_does_and_their_checkpoints_move(
-    alone: tuple[dict[str, object], Path], bench: Bench, ranks: Ranks, tmp_path: Path, sharded: bool
+    alone: tuple[Bench, dict[str, object], Path], ranks: Ranks, tmp_path: Path, sharded: bool
 ) -> None:
     """Of two runs, one starts anew, and one goes on with the run of one process; then one process goes on."""
-    settings, one = alone
+    bench, settings, one = alone
     # Sums over a batch are taken in another order: the stated tolerance is 1e-5 of the values.
     expected = [pytest.approx(values, rel=1e-5) for values in losses(one)]
     assert len(expected) == 9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from qie.errors import QieError
+from qie.errors import ConfigError, QieError
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,6 +31,19 @@ def all_whole(tensors: Mapping[str, torch.Tensor], *, wanted: bool) -> dict[str,
         elif isinstance(tensor, DTensor):
             tensor.full_tensor()
     return found
+
+
+def require_own_blocks(model: torch.nn.Module, named: Sequence[str] | None) -> None:
+    """Raise ConfigError where accelerate's configuration names other blocks to shard by than the model's."""
+    found = {type(module).__name__ for module in model.modules()}
+    if foreign := sorted(set(named or ()) - found):
+        raise ConfigError(
+            "the model has no layer of the class that it is to be sharded by",
+            where="fsdp_transformer_layer_cls_to_wrap, in accelerate's configuration",
+            expected=", ".join(getattr(model, "_no_split_modules", None) or ["no such line"]),
+            found=", ".join(foreign),
+            hint="leave the line out, as configs/accelerate/fsdp2.yaml does: the model names its blocks",
+        )
 
 
 def reshard_weights(model: torch.nn.Module) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 
 from qie.errors import ModelError
 from qie.training.model.adapted_linear import product, products
@@ -156,9 +156,8 @@ def _predicted_targets(
     *_, last = transformer.transformer_blocks
     for block in transformer.transformer_blocks:
         tokens = run(block, tokens, modulation, replace(layout, last=True) if block is last else layout)
-    norm = transformer.norm_out
-    scale = product(silu(conditioning[:-1]).to(tokens.dtype), norm.linear)
-    return transformer.proj_out(norm.norm(tokens.view(*targets[:2], -1)) * (1 + scale[:, None]))  # type: ignore[no-any-return]
+    # As a module: accelerate shards the last norm by itself, and FSDP gathers it when it is called.
+    return transformer.proj_out(transformer.norm_out(tokens.view(*targets[:2], -1), conditioning[:-1]))  # type: ignore[no-any-return]
 
 
 def _interleaved(

@@ -35,7 +35,7 @@ from qie.training.model.lora import (
     save_adapter,
     without_train_only,
 )
-from qie.training.model.sharding import all_whole, fill, not_finite, require_finite, reshard_weights
+from qie.training.model.sharding import all_whole, fill, not_finite, require_finite, require_own_blocks, reshard_weights
 from qie.training.model.training_forward import use_training_forward
 
 TRAINED, EMA = "trained", "ema"
@@ -112,6 +112,8 @@ class TrainableModel:
         only take LayerNorms on a GPU to float32, and with nf4 all that blocks hand on.
         """
         accelerator.native_amp &= not self._lora
+        if sharding := getattr(accelerator.state, "fsdp_plugin", None):
+            require_own_blocks(self.transformer, sharding.transformer_cls_names_to_wrap)
         self.model, prepared = accelerator.prepare(self.transformer, optimizer)
         self.model.train()
         if self._decay is not None:
