@@ -153,5 +153,6 @@ def test_the_commands_precompute_and_describe_and_refuse_another_family(
         and " px from text" in told.stdout
         and "<dd>text</dd>" in (tmp_path / "alone.html").read_text()
     )
+    assert all(">tokens of text<" in (tmp_path / f"{name}.html").read_text() for name in ("page", "alone"))
     other = run(train, output, "--config", config, *shared, "--set", f"model.pretrained_model_name_or_path={tiny_edit}")
     assert other.exit_code == 2 and "the shards are for another model family" in other.output

@@ -17,6 +17,8 @@ from qie.stats import Coverage
 CELLS = 400
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 18, 10, 44
+MOST_NUMBERS = 16
+"""So many have room beside each other under a drawing."""
 
 Bin = tuple[float, float, int]
 """From, below, count."""
@@ -76,12 +78,15 @@ def whiskers(means: Sequence[float], deviations: Sequence[float], label: str, x_
     ticks = _ticks(-max(1.0, *(d - m for m, d in pairs)), max(1.0, *(m + d for m, d in pairs)))
     plot = _Plot(-0.5, len(means) - 0.5, ticks[0], ticks[-1])
     parts = [*_grid(plot, ticks), plot.across(1, "curve"), plot.across(-1, "curve"), plot.across(0, "axis")]
+    radius = min(3.5, (plot.x(1) - plot.x(0)) / 2)
+    numbered = range(0, len(pairs), -(-len(pairs) // MOST_NUMBERS))
     for number, (mean, deviation) in enumerate(pairs):
         x = plot.x(number)
         words = tag("title", f"channel {number}: mean {mean:.3f}, deviation {deviation:.3f}")
         line = tag("line", x1=x, x2=x, y1=plot.y(mean + deviation), y2=plot.y(mean - deviation), class_="whisker")
-        dot = tag("circle", cx=x, cy=plot.y(mean), r=3.5, class_="dot")
-        parts += [tag("g", words, line, dot), _number(str(number), x, HEIGHT - BOTTOM + 15)]
+        dot = tag("circle", cx=x, cy=plot.y(mean), r=radius, class_="dot")
+        parts.append(tag("g", words, line, dot))
+        parts += [_number(str(number), x, HEIGHT - BOTTOM + 15)] if number in numbered else []
     return _drawing(label, parts, x_name, y_name)
 
 

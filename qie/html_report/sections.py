@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from math import erf, sqrt
 
+from qie.families import FAMILIES
 from qie.html_report.charts import coverage_strip, histogram, legend, whiskers
 from qie.html_report.gallery import Card, Look
 from qie.html_report.latents import BINS, LatentStatistics
@@ -171,7 +172,9 @@ def lengths(summary: Summary) -> Html:
     if not summary.lengths:
         return panel(title, note("There are no samples."))
     label = f"Histogram of prompt lengths of {summary.samples:,} samples, with their percentiles below."
-    drawing = histogram(summary.lengths, label, "tokens, images included", "samples", whole=True)
+    text_alone = all(FAMILIES[str(recipe["family"])].interleaved for recipe in summary.recipe_fields.values())
+    unit = "tokens of text" if text_alone else "tokens, images included"
+    drawing = histogram(summary.lengths, label, unit, "samples", whole=True)
     numbers = table(list(summary.tokens), [[f"{value:,}" for value in summary.tokens.values()]], numbers=range(8))
     return panel(title, drawing, tag("div", numbers, class_="close"))
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from qie.html_report import gallery
+from qie.html_report.charts import whiskers
 from qie.html_report.gallery import LOOKED_AT, look_at, spread
 from qie.html_report.latents import LatentCounts
 from qie.html_report.markup import Html, join, shown, tag
@@ -255,6 +256,14 @@ def test_statistics_of_latents_are_those_of_their_values() -> None:
     assert found.beyond == int((values.abs() > found.limit).sum()) <= 0.005 * found.values
     expected, _ = np.histogram(values.numpy(), len(found.histogram), (-found.limit, found.limit))
     assert list(found.histogram) == expected.tolist()
+
+
+@pytest.mark.parametrize("channels", [16, 64])
+def test_of_many_channels_some_have_their_number_under_them(channels: int) -> None:
+    drawing = str(whiskers([0.0] * channels, [1.0] * channels, "it", "channel", "value"))
+    numbered = re.findall(r'<text x="[\d.]+" y="191"[^>]*>(\d+)</text>', drawing)
+    assert [int(number) for number in numbered] == list(range(0, channels, channels // 16))
+    assert drawing.count("<circle") == channels
 
 
 @pytest.mark.parametrize(("count", "among"), [(0, 5), (3, 0), (1, 7), (3, 9), (9, 3), (64, 10_000), (7, 7)])
