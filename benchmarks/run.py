@@ -34,6 +34,7 @@ SCRIPTS = {
         "loop.py": "--steps 30 --runs 5",
         "train_step.py": "--size small --steps 20 --runs 3 --skip fp8",
         "traffic.py": "--heads 8",
+        "draws.py": "",
         "claims.py": "--size small --steps 15 --runs 2",
         "quality.py": "--steps 100 --photographs 4 --runs 3",
         "looking.py": "--shards 10000 --samples 60 --runs 2",

@@ -163,7 +163,9 @@ class DataConfig(Section):
     tail: Literal["pad", "drop"] = Field("pad", description="Pad or drop the last, incomplete batch of each shape.")
     caption_dropout_rate: Fraction = Field(0.0, description="How often the null prompt replaces the prompt.")
     control_dropout_rate: Fraction = Field(
-        0.0, description="How often zeros replace the latents of all controls; their vision features stay."
+        0.0,
+        description="How often a sample is trained without its controls: zeros replace their latents, and "
+        "qwen_image_21 leaves them out. The prompt's embedding, which has seen them, stays.",
     )
     allow_tiny: bool = Field(
         False, description="Allow areas below 65536 (256 × 256), from which a model learns little."
