@@ -296,7 +296,7 @@ class Figure:
         kind = "FSDP" if self.sharded else "MULTI_GPU" if self.processes > 1 else "NO"
         group = SimpleNamespace(distributed_type=kind, num_processes=self.processes)
         stream = SimpleNamespace(samples=SimpleNamespace(columns=columns))
-        setup = memory.plan_memory(config, SimpleNamespace(), stream, group)
+        setup = memory.plan_memory(config, SimpleNamespace(family=FAMILIES["edit"]), stream, group)
         return round(getattr(estimate(setup), self.part) / 1e9)
 
 

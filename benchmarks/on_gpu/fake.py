@@ -55,7 +55,7 @@ def dry_run(names: list[str], blocks: int) -> Iterator[str]:
                 zero_cond_t=option.family == "edit_plus",
                 **more,
             )
-            (found,) = measured([case], bench.model, library)
+            (found,) = measured([case], {"edit": bench.model}, library)
             yield told(name, found)
 
 

@@ -94,12 +94,13 @@ class Forecast:
     def _samples(self) -> Iterator[str]:
         setup, every_step = self.setup, self.setup.batch_size * self.setup.processes * self.batches
         tokens = f"{setup.image_tokens:,} image and {setup.text_tokens:,} text tokens"
+        draws = f" of {setup.draws} draws each" if setup.draws > 1 else ""
         if self.samples is None:
             yield f"samples     not encoded yet; assumed: {tokens} each"
         else:
             yield f"samples     {self.samples:,} of at most {tokens}"
         epochs = "" if not self.samples else f", {self.steps * every_step / self.samples:.1f} epochs"
-        yield f"steps       {self.steps:,} of {every_step:,} samples{epochs}"
+        yield f"steps       {self.steps:,} of {every_step:,} samples{draws}{epochs}"
 
     def _blocks(self) -> Iterator[str]:
         setup, blocks = self.setup, self.setup.architecture.blocks
@@ -163,7 +164,7 @@ def forecast(
         UsageError: no such GPU is known.
         ConfigError: the adapter does not fit the transformer, or FSDP cannot spread its weights.
     """
-    tokens = _assumed(config, pretrained) if stream is None else largest(stream)
+    tokens = _assumed(config, pretrained) if stream is None else largest(stream, pretrained.family.patch)
     setup = setup_of(config, pretrained, tokens, accelerator)
     place = _gpu(config, stream, accelerator.device, gpu, vram_gb)
     if config.train.gradient_checkpointing == "auto" and place:
@@ -172,18 +173,18 @@ def forecast(
     mean = setup
     if stream is not None:
         samples = len(stream.samples.columns) - int(stream.held_out.sum())
-        image, target, text = _mean(stream)
-        mean = replace(setup, image_tokens=image, text_tokens=text, target_tokens=target)
+        image, target, text, controls = _mean(stream, pretrained.family.patch)
+        mean = replace(setup, image_tokens=image, text_tokens=text, target_tokens=target, controls=controls)
         if config.train.epochs is not None:
             steps = -(-count_batches(stream, config.train.epochs) // batches)
     return Forecast(setup, mean, samples, steps, batches, place)
 
 
-def _mean(stream: Stream) -> Tokens:
+def _mean(stream: Stream, patch: int) -> Tokens:
     columns = stream.samples.columns
-    sizes = np.array([image_tokens(shape) for shape in columns.shape_names])
-    image, target = sizes[columns.shapes].mean(axis=0)
-    return Tokens(round(image), round(target), round(float(columns.lengths.mean())))
+    sizes = np.array([image_tokens(shape, patch) for shape in columns.shape_names])
+    image, target, controls = sizes[columns.shapes].mean(axis=0)
+    return Tokens(round(image), round(target), round(float(columns.lengths.mean())), float(controls))
 
 
 def _assumed(config: Config, pretrained: PretrainedModel) -> Tokens:
@@ -191,9 +192,11 @@ def _assumed(config: Config, pretrained: PretrainedModel) -> Tokens:
     data, family = config.data, pretrained.family
     area = data.area_px or family.area_px
     areas = [width * height for width, height in data.buckets_px] or (area if isinstance(area, list) else [area])
-    # A token of the transformer is 16×16 pixels, one of Qwen2.5-VL 28×28.
+    token_px = (family.latent_scale * family.patch) ** 2
+    # One of Qwen2.5-VL is 28×28 pixels; of an interleaved text, tokens of images are not there.
     read = data.text_area_px or family.text_area_px or max(areas)
-    return Tokens(2 * max(areas) // 256, max(areas) // 256, read // 784 + _PROMPT_TOKENS)
+    text = _PROMPT_TOKENS + (0 if family.interleaved else read // 784)
+    return Tokens(2 * max(areas) // token_px, max(areas) // token_px, text)
 
 
 def _gpu(

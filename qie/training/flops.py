@@ -23,6 +23,7 @@ class Architecture:
         text_width: channels of a text token, as the text encoder gives it.
         zero_cond_t: controls are modulated at t = 0, so that modulation differs from token to token.
         gated_mlp: of a single stream the width of its SwiGLU, in widths of the stream. 0: there are two streams.
+        patch: side of an image token, in latent pixels.
     """
 
     blocks: int
@@ -33,6 +34,7 @@ class Architecture:
     text_width: int
     zero_cond_t: bool = False
     gated_mlp: int = 0
+    patch: int = 2
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Architecture:
@@ -47,6 +49,7 @@ class Architecture:
             text_width=config["context_in_dim" if single_stream else "joint_attention_dim"],
             zero_cond_t=bool(config.get("zero_cond_t")),
             gated_mlp=config["mlp_ratio"] if single_stream else 0,
+            patch=config["patch_size"],
         )
 
     @property

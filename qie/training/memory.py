@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from diffusers import QwenImageTransformer2DModel
 
 from qie.config import Config, Quantization
 from qie.data.live import LiveSamples
@@ -36,8 +35,10 @@ _RESTORED_BYTES: dict[Quantization, int] = {"fp8": 10, "int8": 6, "nf4": 2}
 # State of a trained weight, in copies of it, by the name of the optimizer's class; an unknown one counts as AdamW.
 _STATES = {"SGD": 1, "Lion": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0, "Muon": 1, "Prodigy": 4}
 _CONTEXT_BYTES = 1 << 30
-# Of what a block keeps, keys, values and the inputs they come from; and of its matrices the text's MLP.
-_KEYS, _TEXT_MLP = 0.4, 8 / 36
+# Of what a block keeps, keys, values and the inputs they come from.
+_KEYS = 0.4
+# Of a block's matrices those that are done with where its backward pass takes most: the text's MLP, or the last layer.
+_DONE, _DONE_SINGLE = 8 / 36, 3 / 13
 # torch's own kernels: what others call, and how, is theirs to change.
 _FUSED = None, "native", "_native_cudnn", "_native_efficient", "_native_flash"
 _RESERVE = 0.1
@@ -66,7 +67,7 @@ class Parameters:
     text_outputs: int = 0
 
     @classmethod
-    def of(cls, transformer: QwenImageTransformer2DModel) -> Parameters:
+    def of(cls, transformer: Any) -> Parameters:
         """Count those of a transformer that is not quantised; an `empty_transformer` takes no memory."""
         everything, blocks = list(transformer.parameters()), transformer.transformer_blocks
         widths: dict[str, dict[str, int]] = {}
@@ -94,7 +95,8 @@ def _kept_by_adapter(name: str, layer: Any) -> tuple[str, str, int]:
     if any(isinstance(dropout, torch.nn.Dropout) for dropout in layer.lora_dropout.values()):
         return "inputs", name, layer.in_features * 3 // 2  # what is left of the input, and where
     kind = "outputs" if re.search(r"attn\.to_(add_)?out", name) else "inputs"
-    return kind, re.sub(r"(to|add)_[qkv](_proj)?$", "qkv", name), int(layer.in_features)
+    shared = re.sub(r"(to|add)_[qkv](_proj)?$", "qkv", re.sub(r"img_mlp\.(proj|gate_layer)$", "gate", name))
+    return kind, shared, int(layer.in_features)
 
 
 def optimizer_bytes(class_path: str, trained_bytes: int) -> float:
@@ -113,6 +115,8 @@ class Setup:
         image_tokens: target and controls of the largest sample, 16×16 pixels a token.
         text_tokens: the longest prompt, as Qwen2.5-VL gives it.
         target_tokens: those of the image tokens that are the target's, see `step_flops`.
+        controls: the number of images, of equal size, that the other image tokens belong to.
+        draws: so many noisy targets share a sample's text and controls.
         batch_size: per process.
         value_bytes: 2 or 4 for a number in a computation, and for a frozen weight that is not quantised.
         fp8_compute: most layers that are quantised to fp8 compute in it, too; memory does not depend on it.
@@ -130,6 +134,8 @@ class Setup:
     image_tokens: int
     text_tokens: int
     target_tokens: int | None = None
+    controls: float = 1.0
+    draws: int = 1
     batch_size: int = 1
     value_bytes: int = 2
     quantize: Quantization | None = None
@@ -145,6 +151,17 @@ class Setup:
     accumulates: bool = False
     processes: int = 1
     sharded: bool = False
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Of a sample: those of the target in all draws."""
+        return self.draws * (self.image_tokens if self.target_tokens is None else self.target_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Of a sample in a block: those of text, controls and all draws of the target."""
+        one_target = self.predicted_tokens // self.draws
+        return self.text_tokens + self.image_tokens - one_target + self.predicted_tokens
 
     @property
     def all_trained(self) -> bool:
@@ -170,27 +187,33 @@ def plan_memory(config: Config, pretrained: PretrainedModel, stream: Stream, acc
     Raises:
         ConfigError: the adapter does not fit the transformer, or FSDP cannot spread its weights.
     """
-    return setup_of(config, pretrained, largest(stream), accelerator)
+    return setup_of(config, pretrained, largest(stream, pretrained.family.patch), accelerator)
 
 
 class Tokens(NamedTuple):
-    """How many a sample has; `image` are those of target and controls."""
+    """How many a sample has; `image` are those of target and controls, `controls` the number of these."""
 
     image: int
     target: int
     text: int
+    controls: float = 1.0
 
 
-def largest(stream: Stream) -> Tokens:
-    """Those of the sample of a stream with the most image tokens, and of the longest text."""
+def largest(stream: Stream, patch: int) -> Tokens:
+    """Those of the sample of a stream with the most image tokens, and of the longest text. See `image_tokens`."""
     columns = stream.samples.columns
-    return Tokens(*max(map(image_tokens, columns.shape_names), default=(0, 0)), int(columns.lengths.max(initial=0)))
+    most = max((image_tokens(shape, patch) for shape in columns.shape_names), default=(0, 0, 0))
+    image, target, controls = most
+    return Tokens(image, target, int(columns.lengths.max(initial=0)), controls)
 
 
-def image_tokens(shape: Shape) -> tuple[int, int]:
-    """Tokens of target and controls, and of the target alone: patches of 2×2 latents."""
-    target, *controls = (height * width // 4 for height, width in (shape.target, *shape.controls))
-    return target + sum(controls), target
+def image_tokens(shape: Shape, patch: int) -> tuple[int, int, int]:
+    """Tokens of target and controls, tokens of the target alone, and the number of controls.
+
+    A token is a square of latent pixels, `patch` on a side.
+    """
+    target, *controls = (height * width // patch**2 for height, width in (shape.target, *shape.controls))
+    return target + sum(controls), target, len(controls)
 
 
 def setup_of(config: Config, pretrained: PretrainedModel, tokens: Tokens, accelerator: Accelerator) -> Setup:
@@ -219,6 +242,8 @@ def setup_of(config: Config, pretrained: PretrainedModel, tokens: Tokens, accele
         image_tokens=tokens.image,
         text_tokens=tokens.text,
         target_tokens=tokens.target,
+        controls=tokens.controls,
+        draws=section.draws_per_sample,
         batch_size=config.data.batch_size,
         value_bytes=2 if section.mixed_precision == "bf16" else 4,
         quantize=model.quantize,
@@ -268,7 +293,12 @@ class Estimate:
 
 
 def kept_bytes(setup: Setup) -> float:
-    """Bytes that a block without checkpointing keeps of a batch for its backward pass.
+    """Bytes that a block without checkpointing keeps of a batch for its backward pass."""
+    return setup.batch_size * (_kept_single(setup) if setup.architecture.single_stream else _kept_dual(setup))
+
+
+def _kept_dual(setup: Setup) -> float:
+    """Bytes of a sample in a block of two streams.
 
     Read in diffusers' transformer_qwenimage and normalization. A token keeps, in numbers of the width d: the inputs of
     two LayerNorms; query and key each with, for its norm, a float32 form; query, key, value and output of the
@@ -278,25 +308,51 @@ def kept_bytes(setup: Setup) -> float:
     makes LayerNorms float32, and float32 scales the queries and keys.
     """
     value, width, parameters = setup.value_bytes, setup.architecture.width, setup.parameters
-    of_queries = 2 * (4 if value == 4 else value + 4)
-    numbers = 2 * value + of_queries + 4 * value + 4 * value
+    numbers = 2 * value + 2 * _normed(value) + 4 * value + 4 * value
     if setup.all_trained:
         copies = 1 if value == 4 else 3
         numbers += 2 * (4 - value) + copies * value + (1 + 4) * value + 2 * value + 2 * 4 + 2 * value
         numbers += 6 if setup.trained_bytes > value else 0
-    tokens = setup.image_tokens + setup.text_tokens
-    kept = numbers * width * tokens
+    kept = numbers * width * setup.tokens
     kept += value * (parameters.image_inputs * setup.image_tokens + parameters.text_inputs * setup.text_tokens)
     if setup.batch_size > 1:
         outputs = (width, width) if setup.all_trained else (parameters.image_outputs, parameters.text_outputs)
         kept += value * (outputs[0] * setup.image_tokens + outputs[1] * setup.text_tokens)
-    return float(kept * setup.batch_size)
+    return float(kept)
+
+
+def _kept_single(setup: Setup, *, last: bool = False) -> float:
+    """Bytes of a sample in a block of a single stream.
+
+    Read in training/model/single_stream. A token keeps, in numbers of the width d: the inputs of two LayerNorms; query
+    and key each with, for its norm, a float32 form; query, key, value and output of the attention; the MLP's 3 d before
+    its activation, behind it, and of its other half. Each draw has keys and values of its prefix and its own beside one
+    another. Adapters keep their inputs; those on the attention's output a copy, in which prefix and targets are joined.
+    The `last` block computes for the targets alone, but for keys.
+    """
+    value, width, parameters = setup.value_bytes, setup.architecture.width, setup.parameters
+    asking = setup.predicted_tokens if last else setup.tokens
+    of_keys, of_others = value + _normed(value), 3 * value + _normed(value) + 3 * setup.architecture.gated_mlp * value
+    if setup.all_trained:
+        # Inputs of linear layers, copied by autocast; normalised values, what gates multiply, scaled queries.
+        of_others += 6 * (4 - value) + (9 + setup.architecture.gated_mlp) * value
+        of_others += 6 if setup.trained_bytes > value else 0
+    kept = width * (of_keys * setup.tokens + (of_others + (0 if last else 2 * value)) * asking)
+    behind = setup.draws * (setup.image_tokens + setup.text_tokens)
+    kept += 2 * value * width * behind
+    return float(kept + value * (parameters.image_inputs * setup.tokens + parameters.image_outputs * asking))
+
+
+def _normed(value_bytes: int) -> int:
+    """Bytes of a number that diffusers' RMSNorm keeps: in float32, and as it came."""
+    return 4 if value_bytes == 4 else value_bytes + 4
 
 
 def attention_bytes(setup: Setup) -> int:
     """Bytes of what attention gives a block for a batch: its output, and the logarithm of each row's sum in float32."""
-    tokens = setup.batch_size * (setup.image_tokens + setup.text_tokens)
-    return tokens * (setup.value_bytes * setup.architecture.width + 4 * setup.architecture.heads)
+    return (
+        setup.batch_size * setup.tokens * (setup.value_bytes * setup.architecture.width + 4 * setup.architecture.heads)
+    )
 
 
 def offloaded_bytes(setup: Setup) -> float:
@@ -312,21 +368,26 @@ def _matrices_of_block(setup: Setup) -> float:
 def _activations(setup: Setup) -> list[float]:
     """Bytes of activations when the backward pass of each block begins: what it and the blocks before it have kept, and
     what it has recomputed. Those of blocks after it are freed."""
-    tokens = setup.batch_size * (setup.image_tokens + setup.text_tokens)
-    inputs = tokens * setup.architecture.width * setup.value_bytes
+    inputs = setup.batch_size * setup.tokens * setup.architecture.width * setup.value_bytes
     whole, attention = kept_bytes(setup), float(attention_bytes(setup))
     checkpointed, keeping = set(setup.checkpointed), set(setup.keeping_attention)
     found, kept = [], 0.0
     for number in range(setup.architecture.blocks):
         if number == setup.architecture.blocks - 1 and setup.target_tokens is not None:
             # It keeps of the other tokens keys and values alone, so that the block before it often takes most.
-            share = _KEYS + (1 - _KEYS) * setup.target_tokens / (setup.image_tokens + setup.text_tokens)
-            whole, attention = share * whole, share * attention
+            whole, attention = _kept_by_last(setup), attention * setup.predicted_tokens / setup.tokens
         kept_of_attention = attention if number in keeping else 0
         again = whole - kept_of_attention if number in checkpointed else 0.0
         kept += inputs + kept_of_attention if number in checkpointed else whole
         found.append(kept + again)
     return found
+
+
+def _kept_by_last(setup: Setup) -> float:
+    """What `kept_bytes` is for the last block, where the target alone is predicted."""
+    if setup.architecture.single_stream:
+        return setup.batch_size * _kept_single(setup, last=True)
+    return (_KEYS + (1 - _KEYS) * setup.predicted_tokens / setup.tokens) * kept_bytes(setup)
 
 
 def estimate(setup: Setup) -> Estimate:
@@ -335,8 +396,9 @@ def estimate(setup: Setup) -> Estimate:
     parts = setup.processes if setup.sharded else 1
     block = _matrices_of_block(setup)
     # Where a block has been recomputed and its gradient is computed, the next is fetched already. Most is taken in the
-    # image's MLP; the text's, whose gradient comes first, is through.
-    offloaded = max(setup.offload_blocks - 2 + _TEXT_MLP, 0)
+    # image's MLP, or in the single one.
+    done = _DONE_SINGLE if setup.architecture.single_stream else _DONE
+    offloaded = max(setup.offload_blocks - 2 + done, 0)
     frozen = (parameters.frozen - parameters.matrices) * setup.value_bytes + block * (blocks - offloaded)
     # FSDP gathers the block that is computed and the next.
     gathered = 2 * (block + parameters.trained * setup.value_bytes / blocks) if parts > 1 else 0
@@ -345,18 +407,13 @@ def estimate(setup: Setup) -> Estimate:
     # Autocast's copies of trained weights last for the forward pass.
     copied = setup.all_trained and setup.trained_bytes > setup.value_bytes
     casts = parameters.trained * setup.value_bytes / parts if copied else 0.0
-    tokens = (setup.image_tokens + setup.text_tokens) * setup.batch_size * setup.architecture.width
-    # The MLP's values and their gradients, or queries in float32: about so many numbers of the width for each token.
-    intermediate = (12.0 if setup.all_trained else 8.0) * tokens * setup.value_bytes
-    if setup.quantize:
-        intermediate += _RESTORED_BYTES[setup.quantize] * 4 * setup.architecture.width**2  # the MLP's, the largest
     stays = setup.accumulates or setup.processes > 1
     # Before a block's backward pass, the blocks after it have their gradients. Casts are freed with activations.
     moments = [
         (
             gradients * (1.0 if stays else (blocks - 1 - number) / blocks),
             casts * (number + 1) / blocks + activations,
-            intermediate,
+            _intermediate(setup),
         )
         for number, activations in enumerate(_activations(setup))
     ]
@@ -370,6 +427,21 @@ def estimate(setup: Setup) -> Estimate:
         activations=activations,
         workspace=_CONTEXT_BYTES + workspace,
     )
+
+
+def _intermediate(setup: Setup) -> float:
+    """Bytes of a block's values and gradients in its backward pass, beside what it keeps."""
+    architecture = setup.architecture
+    of_width = setup.batch_size * setup.tokens * architecture.width * setup.value_bytes
+    # The MLP's values and their gradients, or queries in float32: about so many numbers of the width for each token.
+    numbers = (3.0 * architecture.gated_mlp or 8.0) + (4.0 if setup.all_trained else 0.0)
+    if setup.quantize is None:
+        return numbers * of_width
+    # The MLP's weight, the largest, is restored. A gated one's has gone before most of its gradients are there.
+    restored = _RESTORED_BYTES[setup.quantize] * (architecture.gated_mlp or 4) * architecture.width**2
+    if architecture.single_stream:
+        return max(numbers * of_width, numbers / 2 * of_width + restored)
+    return numbers * of_width + restored
 
 
 def fill_memory(setup: Setup, budget_bytes: float) -> Setup:
@@ -417,6 +489,8 @@ def _changes(setup: Setup) -> list[tuple[str, Setup]]:
     if setup.batch_size > 1:
         steps = f"data.batch_size=1 with train.gradient_accumulation_steps={setup.batch_size} times as many"
         changes.append((steps, replace(setup, batch_size=1)))
+    fewer = sorted({setup.draws // 2, 1}, reverse=True) if setup.draws > 1 else []
+    changes += [(f"train.draws_per_sample={draws}", replace(setup, draws=draws)) for draws in fewer]
     if setup.trained_bytes > 2:
         states = setup.optimizer_bytes if setup.optimizer_bytes <= 2 else setup.optimizer_bytes / 2
         changes.append(("train.trained_dtype=bfloat16", replace(setup, trained_bytes=2, optimizer_bytes=states)))

@@ -54,7 +54,6 @@ def step_time(setup: Setup, datasheet: Datasheet, batches: int = 1) -> StepTime:
     """
     architecture, samples = setup.architecture, setup.batch_size * batches
     checkpointed = len(setup.checkpointed)
-    tokens = setup.image_tokens + setup.text_tokens
     flops = step_flops(
         architecture,
         setup.image_tokens,
@@ -63,13 +62,15 @@ def step_time(setup: Setup, datasheet: Datasheet, batches: int = 1) -> StepTime:
         checkpointed_blocks=checkpointed,
         keeping_attention=len(setup.keeping_attention),
         target_tokens=setup.target_tokens,
+        controls=setup.controls,
+        draws=setup.draws,
     )
     attention, again = flops.attention, flops.attention_recomputed
     products = flops.model + flops.recomputed - 3 * attention - again
     peak, bandwidth = datasheet.tflops * 1e12, datasheet.bandwidth_gb_s * 1e9 * _MEMORY
     passes = architecture.blocks + checkpointed
     of_blocks = _FORWARD_NUMBERS * passes + _BACKWARD_NUMBERS * architecture.blocks
-    moved = of_blocks * tokens * architecture.width * setup.value_bytes * (_FUSED if setup.compiled else 1.0)
+    moved = of_blocks * setup.tokens * architecture.width * setup.value_bytes * (_FUSED if setup.compiled else 1.0)
     restored = _restored_bytes(setup) * (passes + architecture.blocks) / architecture.blocks
     found = StepTime(
         products=samples * products / (peak * _PRODUCTS) * _share(setup),

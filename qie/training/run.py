@@ -105,7 +105,9 @@ class Run:
         self.position = stream.state_dict()
         self.batches = iter_prepared(stream, self.objective, self.batches_done)
         transformer, lora = self.trainable.transformer.config, config.model.lora
-        self._speed = Speed.of(transformer, accelerator.device, dtype, config.logging.peak_tflops, not lora)
+        self._speed = Speed.of(
+            transformer, accelerator.device, dtype, config.logging.peak_tflops, not lora, train.draws_per_sample
+        )
 
     def training_step(self) -> StepMetrics:
         """One optimizer step over `gradient_accumulation_steps` batches, or over the rest of the last epoch.

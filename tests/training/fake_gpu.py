@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,16 +23,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import diffusers
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from diffusers import QwenImageTransformer2DModel
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from qie.config import Config
+from qie.families import Family
 from qie.pretrained import open_pretrained
 from qie.training.flops import step_flops
 from qie.training.memory import Setup, estimate, fill_memory, kept_bytes, plan_memory, recomputation
@@ -42,6 +43,12 @@ from qie.training.run import PreparedBatch, Run
 from qie.types import Batch
 
 ROOT = Path(__file__).parents[2]
+COMMON = {"attention_head_dim": 128, "in_channels": 64, "axes_dims_rope": [16, 56, 56]}
+RELEASED = {
+    "edit": COMMON | {"num_attention_heads": 24, "joint_attention_dim": 3584, "out_channels": 16},
+    "qwen_image_21": COMMON | {"num_attention_heads": 32, "context_in_dim": 4096, "out_channels": 64},
+}
+"""The transformers of two families, but for the number of their blocks."""
 GPU = torch.device("cuda:0")
 BELIEF = """
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -85,7 +92,7 @@ def build_belief(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    """A step of the released model, but for the number of its blocks. `settings` are keys of the configuration, `kept`
+    """A step of a released model, but for the number of its blocks. `settings` are keys of the configuration, `kept`
     the blocks and the attention that are; the value "all" is the number of blocks. With a budget of memory, as
     train.gradient_checkpointing=auto has one, it decides what is kept."""
 
@@ -98,6 +105,7 @@ class Case:
     kept: tuple[int | str, int | str] = (0, 0)
     budget_bytes: float = 0
     steps: int = 2
+    family: str = "edit"
 
 
 @dataclass
@@ -130,9 +138,11 @@ class Measured:
     recomputed: str = ""
 
 
-def measured(cases: Sequence[Case], model: Path, library: Path) -> list[Measured]:
-    """Run `measure` on each case, in another process. `model` is a folder whose transformer's config is overwritten."""
-    words = [sys.executable, "-m", __name__, str(model), json.dumps([asdict(case) for case in cases])]
+def measured(cases: Sequence[Case], models: Mapping[str, Path], library: Path) -> list[Measured]:
+    """Run `measure` on each case, in another process. `models` are folders by family; their transformer's config is
+    overwritten."""
+    folders = json.dumps({family: str(folder) for family, folder in models.items()})
+    words = [sys.executable, "-m", __name__, folders, json.dumps([asdict(case) for case in cases])]
     environment = os.environ | {"LD_PRELOAD": str(library)}
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -209,10 +219,17 @@ class Device(TorchDispatchMode):
         self.syncs.append(f"{what}: {' of '.join(where)}")
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask=None, **_: object):
+KERNELS = torch.library.Library("aten", "IMPL")
+"""Where a build for CPUs has no kernel of a GPU, autograd makes many operations of one."""
+KERNELS.impl("silu_backward", lambda gradient, value: torch.empty_like(value), "CUDA")
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask=None, is_causal=False, **_: object
+):
     """torch's choice on a GPU: FlashAttention, or another fused kernel with a mask. A build for CPUs knows none."""
     if attn_mask is None:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=is_causal)[0]
     bias = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype).expand(*query.shape[:3], key.shape[2])
     return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)[0]
 
@@ -232,6 +249,7 @@ def fake_gpu() -> Iterator[Device]:
     with (
         mock.patch("torch.utils.swap_tensors", swap),
         mock.patch("torch.nn.functional.scaled_dot_product_attention", attention),
+        mock.patch("qie.training.model.single_stream.scaled_dot_product_attention", attention),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         mock.patch("torch.cuda.is_bf16_supported", lambda *_: True),
         mock.patch("torch.cuda.get_device_name", lambda *_: "NVIDIA H100 80GB HBM3"),
@@ -251,9 +269,8 @@ def fake_gpu() -> Iterator[Device]:
 def measure(case: Case, folder: Path) -> Measured:
     """Take the steps of a case, through qie's own code but for the reading of files."""
     described = json.loads((folder / "transformer/config.json").read_text())
-    described |= {"num_layers": case.blocks, "num_attention_heads": 24, "attention_head_dim": 128}
-    described |= {"joint_attention_dim": 3584, "in_channels": 64, "out_channels": 16, "axes_dims_rope": [16, 56, 56]}
-    described |= {"zero_cond_t": case.zero_cond_t}
+    described |= RELEASED[case.family] | {"num_layers": case.blocks}
+    described |= {"zero_cond_t": True} if case.zero_cond_t else {}
     (folder / "transformer/config.json").write_text(json.dumps(described))
     sections: dict[str, Any] = {"model": {"pretrained_model_name_or_path": str(folder), "lora": {"r": 16}}}
     sections["data"] = {"batch_size": len(case.text_tokens)}
@@ -266,15 +283,19 @@ def measure(case: Case, folder: Path) -> Measured:
     accelerator = open_accelerator(config)
     accelerator.state.device = PartialState().device = GPU
 
-    def read(folder: Path, torch_dtype: torch.dtype, **_: object) -> QwenImageTransformer2DModel:
-        return QwenImageTransformer2DModel.from_config(described).to(torch_dtype)
+    kind = getattr(diffusers, pretrained.family.transformer)
 
-    stream = SimpleNamespace(samples=SimpleNamespace(columns=columns(case)), epoch=0, state_dict=dict, forever=iter)
+    def read(folder: Path, torch_dtype: torch.dtype, **_: object) -> torch.nn.Module:
+        return kind.from_config(described).to(torch_dtype)
+
+    stream = SimpleNamespace(
+        samples=SimpleNamespace(columns=columns(case, pretrained.family)), epoch=0, state_dict=dict, forever=iter
+    )
     kept = KeptActivations(*(case.blocks if value == "all" else int(value) for value in case.kept))
     setup = replace(plan_memory(config, pretrained, stream, accelerator), kept=kept)
     if case.budget_bytes:
         setup = fill_memory(setup, case.budget_bytes)
-    with fake_gpu() as device, mock.patch.object(QwenImageTransformer2DModel, "from_pretrained", read):
+    with fake_gpu() as device, mock.patch.object(kind, "from_pretrained", read):
         run = Run(config, pretrained, stream, accelerator, kept=setup.kept)
         loaded = device.peak
         run.batches = prepared(case, run)
@@ -283,16 +304,19 @@ def measure(case: Case, folder: Path) -> Measured:
         return replace(estimated(found, setup, case), loaded=loaded)
 
 
-def columns(case: Case) -> SimpleNamespace:
-    shape = SimpleNamespace(target=(case.size // 8,) * 2, controls=[(size // 8,) * 2 for size in case.controls])
+def columns(case: Case, family: Family) -> SimpleNamespace:
+    target, *controls = ((size // family.latent_scale,) * 2 for size in (case.size, *case.controls))
+    shape = SimpleNamespace(target=target, controls=controls)
     return SimpleNamespace(null_prompts=True, shape_names=[shape], lengths=np.array(case.text_tokens))
 
 
 def prepared(case: Case, run: Run) -> Iterator[PreparedBatch]:
     """As `_prepare` in training/run.py, of samples that are never read."""
-    longest, count = max(case.text_tokens), len(case.text_tokens)
+    longest, count, family = max(case.text_tokens), len(case.text_tokens), run.pretrained.family
+    width = run.trainable.transformer.config["context_in_dim" if family.interleaved else "joint_attention_dim"]
     for number in itertools.count():
-        latents = [torch.empty(count, 16, 1, size // 8, size // 8).half() for size in (case.size, *case.controls)]
+        sides = [size // family.latent_scale for size in (case.size, *case.controls)]
+        latents = [torch.empty(count, family.latent_channels, 1, side, side).half() for side in sides]
         mask = None if min(case.text_tokens) == longest else torch.ones(count, longest, dtype=torch.bool)
         batch = Batch(
             keys=tuple(f"{row:064}" for row in range(count)),
@@ -300,13 +324,14 @@ def prepared(case: Case, run: Run) -> Iterator[PreparedBatch]:
             weight=torch.ones(count),
             pixel_latent=latents[0],
             control_latent=tuple(latents[1:]),
-            prompt_embed=torch.empty(count, longest, 3584).half(),
+            prompt_embed=torch.empty(count, longest, width).half(),
             prompt_embeds_mask=mask,
-            empty_tail=torch.empty(count, 7, 3584).half(),
+            empty_tail=torch.empty(count, 7, width).half(),
             prompt_lengths=case.text_tokens,
             shared_prefixes=(longest - 40,) * count,
             empty_lengths=(longest - 33,) * count,
             empty_prompt_embeds_mask=None,
+            image_slots=tuple(range(9, 9 + len(case.controls))) if family.interleaved else None,
         )
         with unset_fake_temporarily(), mock.patch("torch.empty", unpinned):
             draws = replace(run.objective.draw(batch, number), dropped_prompts=torch.arange(count) % 2 == 1)
@@ -331,7 +356,7 @@ def step(run: Run, device: Device) -> Measured:
     transformer, stream = run.trainable.transformer, found.stream
 
     def note(name: str, values: Any) -> None:
-        for value in values:
+        for value in values if isinstance(values, (tuple, list)) else [values]:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 stream.setdefault(name, [])
                 if str(value.dtype) not in stream[name]:
@@ -367,6 +392,8 @@ def estimated(found: Measured, setup: Setup, case: Case) -> Measured:
         setup.text_tokens,
         all_trained=setup.all_trained,
         target_tokens=setup.target_tokens,
+        controls=setup.controls,
+        draws=setup.draws,
         checkpointed_blocks=len(setup.checkpointed),
         keeping_attention=len(setup.keeping_attention),
     )
@@ -378,5 +405,7 @@ def estimated(found: Measured, setup: Setup, case: Case) -> Measured:
 
 
 if __name__ == "__main__":
-    taken = [asdict(measure(Case(**case), Path(sys.argv[1]))) for case in json.loads(sys.argv[2])]
+    folders = {family: Path(folder) for family, folder in json.loads(sys.argv[1]).items()}
+    cases = [Case(**case) for case in json.loads(sys.argv[2])]
+    taken = [asdict(measure(case, folders[case.family])) for case in cases]
     sys.stdout.write(json.dumps(taken) + "\n")

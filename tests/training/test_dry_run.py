@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -35,6 +36,17 @@ def released() -> Setup:
         transformer = QwenImageTransformer2DModel(num_layers=60, joint_attention_dim=3584).requires_grad_(False)
         transformer.add_adapter(LoraConfig(r=16, target_modules=LORA_TARGETS))
     return Setup(Architecture.of(transformer.config), Parameters.of(transformer), 8192, 1408, 4096)
+
+
+@pytest.fixture(scope="module")
+def newer() -> Setup:
+    """Qwen-Image-2.1 as it was released."""
+    if not hasattr(diffusers, "QwenImage21Transformer2DModel"):
+        pytest.skip("Qwen-Image-2.1 needs diffusers 0.42")
+    with torch.device("meta"):
+        transformer = diffusers.QwenImage21Transformer2DModel().requires_grad_(False)
+        transformer.add_adapter(LoraConfig(r=16, target_modules=LORA_TARGETS))
+    return Setup(Architecture.of(transformer.config), Parameters.of(transformer), 8192, 89, 4096)
 
 
 @pytest.fixture
@@ -151,6 +163,7 @@ def test_memory_is_that_of_the_largest_sample_and_time_that_of_the_mean(told, re
         ("edit", ["data.area_px=[262144, 589824]"], (4608, 852)),
         ("edit_plus", ["data.buckets_px=[[512, 1024]]"], (4096, 288)),
         ("edit", ["data.text_area_px=262144"], (8192, 434)),
+        ("qwen_image_21", [], (8192, 100)),  # its stored text has no tokens of images
     ],
 )
 def test_without_samples_their_sizes_follow_from_the_configuration(told, family: str, settings, tokens) -> None:
@@ -191,6 +204,26 @@ def test_a_run_that_does_not_fit_is_refused_with_what_to_change(released: Setup)
     assert caught.value.exit_code == 1
     Forecast(released, released, None, 10, 1, Gpu("H100", H100, 80e9, 0.0)).require_memory()
     Forecast(released, released, None, 10, 1, None).require_memory()
+
+
+def test_more_draws_than_memory_has_room_for_are_refused_with_fewer(newer: Setup) -> None:
+    small = Gpu("RTX 4090", DATASHEETS["GeForce RTX 4090"], 24e9, 0.0)
+    Forecast(newer, newer, None, 10, 1, small).require_memory()
+    many = replace(newer, draws=4, batch_size=2)
+    with pytest.raises(QieError, match=r"(?s)more memory.*37\.\d GB.*train\.draws_per_sample=1: 13\.\d GB less"):
+        Forecast(many, many, None, 10, 1, small).require_memory()
+    lines = list(Forecast(many, many, None, 10, 1, small).lines())
+    assert lines[:3] == [
+        "samples     not encoded yet; assumed: 8,192 image and 89 text tokens each",
+        "steps       10 of 2 samples of 4 draws each",
+        "blocks      32: 32 recomputed",
+    ]
+
+
+def test_a_draw_more_takes_less_time_than_a_sample_more(newer: Setup) -> None:
+    one, four = (step_time(replace(newer, draws=draws), H100) for draws in (1, 4))
+    assert 0.6 < (four.total - four.optimizer) / (4 * (one.total - one.optimizer)) < 0.7
+    assert four.mfu == pytest.approx(one.mfu, rel=0.05)
 
 
 @pytest.mark.parametrize(("weights", "ending"), [(True, "*"), (False, "*.json")])

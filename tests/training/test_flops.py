@@ -9,16 +9,18 @@ import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.models.attention_dispatch import attention_backend
+from peft import LoraConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 from qie.training.flops import Architecture, peak_flops, step_flops
 from qie.training.model.blocks import checkpoint_activations
 from qie.training.model.dual_stream import predict_target
+from qie.training.model.single_stream import predict_targets
 from qie.training.model.training_forward import use_training_forward
-from tests.training.small import GRIDS, IMAGE_TOKENS, inputs, small_config, small_transformer
+from tests.training.small import GRIDS, IMAGE_TOKENS, LORA_TARGETS, inputs, small_config, small_transformer
 
 REAL = Architecture(60, 24, 128, 64, 64, 3584)
-SINGLE = Architecture(32, 32, 128, 64, 64, 4096, gated_mlp=3)
+SINGLE = Architecture(32, 32, 128, 64, 64, 4096, gated_mlp=3, patch=1)
 
 
 def counted(transformer, given) -> tuple[int, int]:
@@ -97,26 +99,69 @@ def test_the_released_model_costs_what_torch_counts_for_it() -> None:
     assert everything.model / adapter.model == pytest.approx(1.28, abs=0.01)
 
 
-@pytest.mark.parametrize("controls", [0, 1, 3])
-def test_a_block_of_the_released_single_stream_costs_what_torch_counts_for_it(controls: int) -> None:
-    """At 1024², by diffusers' own forward pass of it, on the meta device."""
+def count(compute) -> tuple[int, int]:
+    """FLOP of a forward pass on the meta device, and of its backward pass."""
+    with torch.device("meta"), attention_backend("_native_math"):
+        with FlopCounterMode(display=False) as forward:
+            output = compute()
+        with FlopCounterMode(display=False) as backward:
+            output.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def block_of_diffusers(controls: int) -> tuple[int, int]:
+    """FLOP of diffusers' own block of Qwen-Image-2.1 at 1024²: 9 tokens of text before controls, 80 behind."""
     blocks = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage21")
     ends = [9, *(9 + 4096 * (number + 1) for number in range(controls))]
     segments = [(0, 9, True), *((start, stop, False) for start, stop in itertools.pairwise(ends))]
     segments.append((ends[-1], ends[-1] + 80, True))
     tokens = segments[-1][1] + 4096
-    with torch.device("meta"), attention_backend("_native_math"):
+    with torch.device("meta"):
         block = blocks.QwenImage21TransformerBlock(4096, 32, 128).requires_grad_(False)
         given = torch.empty(1, tokens, 4096, requires_grad=True), torch.empty(2, 4 * 4096)
         is_target = torch.empty(tokens, dtype=torch.bool)
-        with FlopCounterMode(display=False) as forward:
-            output = block(*given, target_token_mask=is_target, segments=segments)
-        with FlopCounterMode(display=False) as backward:
-            output.sum().backward()
+    return count(lambda: block(*given, target_token_mask=is_target, segments=segments))
+
+
+def step_of_draws(controls: int, draws: int) -> list[float]:
+    """FLOP of qie's forward pass of the released Qwen-Image-2.1 on the same sample, and of its backward pass under a
+    LoRA of rank 16: each of its 32 blocks adds as much as the third."""
+    kind = pytest.importorskip("diffusers.models.transformers.transformer_qwenimage21").QwenImage21Transformer2DModel
+
+    def counted(blocks: int) -> tuple[int, int]:
+        with torch.device("meta"):
+            transformer = kind(num_layers=blocks).requires_grad_(False)
+            transformer.add_adapter(LoraConfig(r=16, target_modules=LORA_TARGETS))
+            use_training_forward(transformer)
+            images = [torch.empty(1, 4096, 64) for _ in range(controls)]
+            given = torch.empty(draws, 4096, 64), torch.empty(draws), images, torch.empty(1, 89, 4096)
+        where = [89], [9 + number for number in range(controls)], [(1, 64, 64)] * (1 + controls)
+        return count(lambda: predict_targets(transformer, *given, *where))
+
+    return [two + 30 * (three - two) for two, three in zip(counted(2), counted(3), strict=True)]
+
+
+@pytest.mark.parametrize("controls", [0, 1, 3])
+def test_a_block_of_the_released_single_stream_costs_what_torch_counts_for_it(controls: int) -> None:
     sizes = {"all_trained": False, "target_tokens": 4096, "controls": controls}
     two, three = (step_flops(replace(SINGLE, blocks=count), 4096 * (1 + controls), 89, **sizes) for count in (2, 3))
-    assert three.forward - two.forward == pytest.approx(forward.get_total_flops(), rel=1e-4)
-    assert three.backward - two.backward == pytest.approx(backward.get_total_flops(), rel=1e-4)
+    forward, backward = block_of_diffusers(controls)
+    assert three.forward - two.forward == pytest.approx(forward, rel=1e-4)
+    assert three.backward - two.backward == pytest.approx(backward, rel=1e-4)
+
+
+@pytest.mark.parametrize(("controls", "share"), [(1, 0.65), (3, 0.47)])
+def test_four_draws_that_share_text_and_controls_cost_less_than_four_samples(controls: int, share: float) -> None:
+    """At full size. A step of a LoRA shares less of its attention, whose backward pass costs twice its forward pass."""
+    counted = {draws: step_of_draws(controls, draws) for draws in (1, 4)}
+    for draws, (forward, backward) in counted.items():
+        sizes = {"all_trained": False, "target_tokens": 4096, "controls": controls, "draws": draws}
+        told = step_flops(SINGLE, 4096 * (1 + controls), 89, **sizes)
+        assert (told.forward, told.backward) == (pytest.approx(forward, rel=0.01), pytest.approx(backward, rel=0.01))
+    plain = [32 * flop for flop in block_of_diffusers(controls)]
+    assert counted[4][0] <= share * 4 * plain[0]
+    assert sum(counted[4]) <= (share + 0.005) * 4 * sum(plain)
+    assert sum(counted[4]) <= (share + 0.015) * 4 * sum(counted[1])  # in qie, whose last block is lean in any case
 
 
 def test_draws_of_a_sample_share_all_but_their_targets() -> None:

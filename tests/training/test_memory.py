@@ -16,6 +16,7 @@ from peft import LoraConfig
 from qie.config import load_config
 from qie.data.live import LiveSamples
 from qie.errors import ConfigError, ModelError, QieError
+from qie.families import FAMILIES
 from qie.pretrained import open_pretrained
 from qie.training.flops import Architecture
 from qie.training.memory import (
@@ -331,6 +332,7 @@ def test_a_run_on_a_gpu_says_what_it_needs_and_what_is_free_and_what_to_change(
     assert expected.lines()[-1].startswith("total ")
 
 
+PRETRAINED = SimpleNamespace(family=FAMILIES["edit"])
 NO_COLUMNS = SimpleNamespace(shape_names=[], lengths=np.array([]))
 
 
@@ -339,7 +341,7 @@ def test_weights_that_processes_cannot_share_are_refused(setting: str) -> None:
     config = load_config(ROOT / "configs" / "edit_lora.yaml", [setting])
     with pytest.raises(ConfigError, match="sharded over processes") as caught:
         group = SimpleNamespace(distributed_type="FSDP", num_processes=2)
-        plan_memory(config, None, SimpleNamespace(samples=SimpleNamespace(columns=NO_COLUMNS)), group)
+        plan_memory(config, PRETRAINED, SimpleNamespace(samples=SimpleNamespace(columns=NO_COLUMNS)), group)
     assert caught.value.where == setting.partition("=")[0]
 
 

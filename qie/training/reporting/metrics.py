@@ -83,11 +83,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOPs of a step, compared with those of the device: `peak` FLOP/s, None if unknown."""
+    """FLOPs of a step of so many draws for each sample, compared with those of the device: `peak` FLOP/s, None if
+    unknown."""
 
     architecture: Architecture
     all_trained: bool
     peak: float | None
+    draws: int = 1
 
     @classmethod
     def of(
@@ -97,23 +99,26 @@ class Speed:
         dtype: torch.dtype,
         peak_tflops: float | None,
         all_trained: bool,
+        draws: int = 1,
     ) -> Speed:
         """From a transformer's config. `peak_tflops` overrides the table of devices."""
         peak = peak_tflops and peak_tflops * 1e12
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device), dtype)
-        return cls(Architecture.of(config), all_trained, peak)
+        return cls(Architecture.of(config), all_trained, peak, draws)
 
     def flops(self, batch: Batch) -> float:
         """Of a training step on a batch; recomputed activations do not count."""
         latents = (batch.pixel_latent, *batch.control_latent)
-        target, *controls = (latent.shape[-2] * latent.shape[-1] // 4 for latent in latents)
+        target, *controls = (latent.shape[-2] * latent.shape[-1] // self.architecture.patch**2 for latent in latents)
         of_one = step_flops(
             self.architecture,
             target + sum(controls),
             batch.prompt_embed.shape[1],
             all_trained=self.all_trained,
             target_tokens=target,
+            controls=len(controls),
+            draws=self.draws,
         )
         return len(batch) * of_one.model
 
