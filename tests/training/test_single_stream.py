@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,13 @@ import diffusers
 import pytest
 import torch
 
-from qie.training.model.blocks import KeptActivations, checkpoint_activations, compile_blocks
+from qie.training.model.blocks import KeptActivations, checkpoint_activations, compile_blocks, offloaded_blocks
+from qie.training.model.fp8 import FP8Linear
 from qie.training.model.lora import round_adapters
+from qie.training.model.quantize import quantize_blocks
 from qie.training.model.single_stream import predict_targets
 from qie.training.model.training_forward import use_training_forward
-from tests.training.small import Graphs, Kind, differences, kinds
+from tests.training.small import Graphs, Kind, differences, kinds, lora
 
 if not hasattr(diffusers, "QwenImage21Transformer2DModel"):
     pytest.skip("Qwen-Image-2.1 needs diffusers 0.42", allow_module_level=True)
@@ -194,6 +197,53 @@ def test_checkpointed_blocks_give_the_same_bits(kept: KeptActivations) -> None:
     for given in (Given((9, 7, 12), draws=2), Given((9,))):
         same = differences(step(found, given.together(found)), step(expected, given.together(expected)))
         assert max(same.values()) == 0
+
+
+@pytest.mark.parametrize(("every", "offload"), [(0, 1), (1, 2), (2, 3)])
+def test_offloaded_blocks_give_the_same_bits_and_what_all_blocks_share_stays_resident(every: int, offload: int) -> None:
+    expected, found = (small(KINDS["LoRA everywhere"], own=True) for _ in range(2))
+    checkpoint_activations(found, every, offload, torch.device("cpu"))
+    given = Given((9, 7), draws=2)
+    for _ in range(2):
+        same = differences(step(found, given.together(found)), step(expected, given.together(expected)))
+        assert max(same.values()) == 0
+    away = {name for name, weight in found.named_parameters() if weight.numel() and weight.isnan().all()}
+    layers = ["attn.to_k", *(f"attn.{name}.base_layer" for name in ("to_q", "to_v", "to_out.0"))]
+    layers += [f"img_mlp.{name}.base_layer" for name in ("proj", "gate_layer", "out")]
+    blocks = offloaded_blocks(3, offload)
+    assert away == {f"transformer_blocks.{block}.{layer}.weight" for block in blocks for layer in layers}
+
+
+@pytest.mark.parametrize("how", ["fp8", "int8", "nf4"])
+def test_a_quantised_base_keeps_all_that_blocks_share_and_learns_through_the_rest(how: str) -> None:
+    pytest.importorskip("torchao")
+    pytest.importorskip("bitsandbytes")
+    transformer = small(lambda found: quantize_blocks(found.requires_grad_(False), how), own=False)
+    plain = dict(small(lambda _: None, own=False).named_parameters())
+    left = [name for name, weight in transformer.named_parameters() if type(weight) is torch.nn.Parameter]
+    assert {name for name in left if not name.startswith("transformer_blocks.")} == {
+        name for name in plain if not name.startswith("transformer_blocks.")
+    }
+    assert all(torch.equal(transformer.get_parameter(name), plain[name]) for name in left if "blocks" not in name)
+    layers = [f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")]
+    layers += [f"img_mlp.{name}" for name in ("proj", "gate_layer", "out")]
+    for block in transformer.transformer_blocks:
+        assert all(type(block.get_submodule(layer)) is not torch.nn.Linear for layer in layers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
+        lora()(transformer)
+    use_training_forward(transformer)
+    given = Given((9, 7), draws=2)
+    found = step(transformer, given.together(transformer))
+    assert all(value.isfinite().all() and value.abs().max() > 0 for value in found.values()) and len(found) > 20
+
+
+def test_in_fp8_the_first_block_and_the_output_of_the_mlp_restore_their_weights() -> None:
+    pytest.importorskip("torchao")
+    transformer = small(lambda found: quantize_blocks(found, "fp8", fp8_compute=True), own=False)
+    computed = {name for name, module in transformer.named_modules() if isinstance(module, FP8Linear)}
+    layers = [f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")] + ["img_mlp.proj", "img_mlp.gate_layer"]
+    assert computed == {f"transformer_blocks.{block}.{layer}" for block in (1, 2) for layer in layers}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it elsewhere
