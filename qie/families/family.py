@@ -40,6 +40,7 @@ class Family:
         patch: side of the square of latent pixels that is a token of the transformer.
         guidance: the scale of classifier-free guidance that the model is meant for; 1 is none.
         steps: denoising steps, where neither the user nor the model says how many.
+        hub_tag: what model cards on the Hub call it.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Family:
     patch: int = 2
     guidance: float = 4.0
     steps: int = 20
+    hub_tag: str = "qwen-image-edit"
 
     @property
     def token_px(self) -> int:

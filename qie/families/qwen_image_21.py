@@ -33,4 +33,5 @@ QWEN_IMAGE_21 = Family(
     patch=1,
     guidance=1.0,
     steps=40,
+    hub_tag="qwen-image-2.1",
 )

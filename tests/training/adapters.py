@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from transformers import ProcessorMixin
 
 from qie.config import LoraConfig
 from qie.data.batch import collate
@@ -54,3 +55,15 @@ def call(transformer, batch):
     sigmas = torch.full((len(batch),), 0.5, dtype=batch.pixel_latent.dtype)
     with torch.no_grad():
         return velocity(transformer, batch.pixel_latent, sigmas, batch, batch.prompt_embed, batch.prompt_lengths)
+
+
+class NoProcessor(ProcessorMixin):
+    """What the pipeline of Qwen-Image-2.1 asks of its processor when it is made; the true one needs torchvision."""
+
+    def __init__(self) -> None:
+        pass
+
+    tokenizer = type("Tokenizer", (), {"encode": staticmethod(lambda text: [0])})()
+
+    def apply_chat_template(self, *_: object, **__: object) -> list[list[int]]:
+        return [[0]]

@@ -15,7 +15,7 @@ from qie.pretrained import open_pretrained
 from qie.training.model.adapter_file import ADAPTER_FILE, check_adapters, export_adapter
 from qie.training.model.load import empty_transformer
 from qie.training.model.lora import add_frozen_adapters, add_lora, merge_adapter, save_adapter
-from tests.training.adapters import randomise, trained_adapter, transformer_of
+from tests.training.adapters import NoProcessor, randomise, trained_adapter, transformer_of
 
 MLP = ["img_mlp.gate_layer", "img_mlp.proj", "img_mlp.out"]
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -43,20 +43,11 @@ def call(transformer) -> torch.Tensor:
 
 def pipeline(folder: Path, file: Path | None = None):
     parts = dict.fromkeys(("scheduler", "vae", "text_encoder"))
-    processor = _Processor()
+    processor = NoProcessor()
     pipe = diffusers.QwenImage21Pipeline(transformer=transformer_of(folder), processor=processor, **parts)
     if file:
         pipe.load_lora_weights(file.parent, weight_name=file.name)
     return pipe
-
-
-class _Processor:
-    """What the pipeline asks of its processor when it is made, which needs torchvision."""
-
-    tokenizer = type("Tokenizer", (), {"encode": staticmethod(lambda text: [0])})()
-
-    def apply_chat_template(self, *_: object, **__: object) -> list[list[int]]:
-        return [[0]]
 
 
 def off(found: torch.Tensor, expected: torch.Tensor, plain: torch.Tensor) -> float:

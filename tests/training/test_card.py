@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from dataclasses import asdict, replace
@@ -27,7 +28,7 @@ from qie.training.reporting.card import (
     write_card,
     write_run,
 )
-from tests.training.adapters import trained_adapter, transformer_of
+from tests.training.adapters import NoProcessor, trained_adapter, transformer_of
 from tests.training.reports import config, report
 
 
@@ -56,10 +57,10 @@ def test_the_front_matter_is_what_the_hub_reads() -> None:
 def loaded(tmp_path: Path, monkeypatch):
     """What the code of the card in tmp_path loads, run there."""
 
-    def load(pipeline: type) -> object:
+    def load(pipeline: type, processor: object = None) -> object:
         original = pipeline.from_pretrained
         # Its processor of videos needs torchvision, which is not installed.
-        absent = dict.fromkeys(("processor", "tokenizer", "text_encoder"))
+        absent = {"processor": processor, "text_encoder": None} | ({} if processor else {"tokenizer": None})
         monkeypatch.setattr(pipeline, "from_pretrained", lambda path, **how: original(path, **how, **absent))
         monkeypatch.chdir(tmp_path)
         found: dict = {}
@@ -93,6 +94,40 @@ def test_the_card_s_code_loads_a_transformer_of_which_all_was_trained(tiny_edit_
     write_card(tmp_path, report(full, base_model=str(tiny_edit_plus), family="edit_plus"))
     assert (loaded(diffusers.QwenImageEditPlusPipeline).img_in.weight == 1).all()
     assert "lora" not in front_matter((tmp_path / CARD_FILE).read_text())["tags"]
+
+
+@renamed
+@pytest.mark.parametrize("adapter", [True, False])
+def test_the_card_s_code_loads_what_was_trained_of_qwen_image_21(
+    tiny_21: Path, tmp_path, loaded, adapter: bool
+) -> None:
+    trained = trained_adapter(tiny_21, r=4) if adapter else transformer_of(tiny_21)
+    if adapter:
+        save_adapter(trained, tmp_path)
+    else:
+        torch.nn.init.ones_(trained.img_in.weight)
+        trained.save_pretrained(tmp_path / "transformer")
+    model = {"pretrained_model_name_or_path": str(tiny_21)} | ({} if adapter else {"lora": None})
+    write_card(tmp_path, report(config(model=model), base_model=str(tiny_21), family="qwen_image_21"))
+    found = loaded(diffusers.QwenImage21Pipeline, NoProcessor())
+    weights = {name.replace("default_0", "default"): weight for name, weight in found.named_parameters()}
+    assert weights.keys() == dict(trained.named_parameters()).keys()
+    assert all(torch.equal(weights[name], weight.bfloat16()) for name, weight in trained.named_parameters())
+
+
+def test_the_card_tells_whether_the_model_was_taught_to_edit_and_how_it_is_called() -> None:
+    for controls, tag, usage in (
+        (0, "text-to-image", "`pipe(prompt=…).images[0]` is then an image. "),
+        (2, "image-to-image", "an image, and `pipe(prompt=…, image=[…]).images[0]` an edited one. "),
+    ):
+        told = card_text(report(family="qwen_image_21", most_controls=controls), on_hub=True)
+        assert front_matter(told)["pipeline_tag"] == tag and usage in told
+        assert ("image-editing" in front_matter(told)["tags"]) == bool(controls)
+        assert "qwen-image-2.1" in front_matter(told)["tags"] and "without guidance" in told
+    assert "`pipe(image=…, prompt=…)" in card_text(report(), on_hub=True)
+    if pipeline := getattr(diffusers, "QwenImage21Pipeline", None):
+        called = inspect.signature(pipeline.__call__).parameters
+        assert {"prompt", "image"} <= called.keys() and called["true_cfg_scale"].default == 1.0
 
 
 @pytest.mark.parametrize("settings", [{}, {"train": {"epochs": 3}}, {"train": {"max_steps": 7}}])

@@ -73,6 +73,7 @@ class RunReport:
         peak_memory_bytes: the maximum that one device held; None where that is not known.
         samples_per_s: of all processes, waiting for data included.
         accepted: the differences between the recipe and the configuration's, which the run's owner accepted.
+        most_controls: of a row; 0 where all rows are text alone.
     """
 
     base_model: str
@@ -94,6 +95,7 @@ class RunReport:
     peak_memory_bytes: int | None
     samples_per_s: float | None
     accepted: tuple[str, ...] = ()
+    most_controls: int = 1
 
 
 class Reporter:
@@ -143,6 +145,7 @@ class Reporter:
             peak_memory_bytes=max((line["peak_memory_bytes"] for line in steps), default=None),
             samples_per_s=sum(line["samples"] for line in steps) / took_s if took_s else None,
             accepted=self._stream.accepted,
+            most_controls=max((len(shape.controls) for shape in self._stream.samples.columns.shape_names), default=0),
         )
 
 
@@ -197,7 +200,7 @@ def read_run(folder: Path) -> RunReport:
     """
     try:
         values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-        values = {"accepted": ()} | values  # which earlier versions did not write
+        values = {"accepted": (), "most_controls": 1} | values  # which earlier versions did not write
         values = {field.name: values[field.name] for field in fields(RunReport)}
         values["validation_losses"] = tuple((int(step), loss) for step, loss in values["validation_losses"])
         return RunReport(**values | {name: tuple(values[name]) for name in ("devices", "checkpoints", "accepted")})
@@ -220,13 +223,18 @@ def write_card(folder: Path, report: RunReport, license: str | None = None) -> N
 def card_text(report: RunReport, *, on_hub: bool, license: str | None = None) -> str:
     """The model card: a YAML front matter, then Markdown. `on_hub`: `base_model` is a name there, to be linked to."""
     adapter = (report.config.get("model") or {}).get("lora") is not None
+    edits, family = report.most_controls > 0, FAMILIES[report.family]
     front = ModelCardData(
         base_model=report.base_model if on_hub else None,
         base_model_relation=("adapter" if adapter else "finetune") if on_hub else None,
         library_name="diffusers",
         license=license,
-        pipeline_tag="image-to-image",
-        tags=["image-editing", "qwen-image-edit", "qie", *(["lora", "peft"] if adapter else [])],
+        pipeline_tag="image-to-image" if edits else "text-to-image",
+        tags=[
+            *(["image-editing"] if edits else []),
+            *([family.hub_tag, "qie"]),
+            *(["lora", "peft"] if adapter else []),
+        ],
     )
     title = f"{'LoRA of' if adapter else 'Fine-tuned'} {_code(report.base_model)}"
     rows = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in _facts(report).items())
@@ -244,7 +252,7 @@ Load it with diffusers. `"."` is the folder of this page; to load it from the Hu
 
 {_block("python", _snippet(report, adapter))}
 
-`pipe(image=…, prompt=…).images[0]` is then the edited image.{_FOR_COMFYUI if adapter else ""}
+{_usage(report)}{_FOR_COMFYUI if adapter else ""}
 
 | | |
 |---|---|
@@ -257,7 +265,7 @@ Load it with diffusers. `"."` is the folder of this page; to load it from the Hu
 
 
 def _snippet(report: RunReport, adapter: bool) -> str:
-    pipeline = FAMILIES[report.family].pipeline
+    pipeline, kind = FAMILIES[report.family].pipeline, FAMILIES[report.family].transformer
     base, dtype = json.dumps(report.base_model, ensure_ascii=False), "torch_dtype=torch.bfloat16"
     if adapter:
         return f"""import torch
@@ -267,11 +275,23 @@ pipe = {pipeline}.from_pretrained({base}, {dtype})
 pipe.load_lora_weights(".", weight_name="{ADAPTER_FILE}")
 """
     return f"""import torch
-from diffusers import {pipeline}, QwenImageTransformer2DModel
+from diffusers import {pipeline}, {kind}
 
-transformer = QwenImageTransformer2DModel.from_pretrained(".", subfolder="transformer", {dtype})
+transformer = {kind}.from_pretrained(".", subfolder="transformer", {dtype})
 pipe = {pipeline}.from_pretrained({base}, transformer=transformer, {dtype})
 """
+
+
+def _usage(report: RunReport) -> str:
+    """What the snippet's pipeline is called with. Each takes the guidance by default that its model is meant for."""
+    family = FAMILIES[report.family]
+    if family.min_controls:
+        return "`pipe(image=…, prompt=…).images[0]` is then the edited image."
+    edited = ", and `pipe(prompt=…, image=[…]).images[0]` an edited one" if report.most_controls else ""
+    return (
+        f"`pipe(prompt=…).images[0]` is then an image{edited}. The model is meant to be sampled without guidance, as "
+        f"it is by default; it needs diffusers {family.diffusers} or newer."
+    )
 
 
 def _facts(report: RunReport) -> dict[str, str]:
