@@ -143,6 +143,12 @@ def test_quality(tmp_path: Path) -> None:
         assert pictures.size == (5 * 128, 128 + 2 * 16)
 
 
+def test_a_sample_of_text_alone_takes_at_most_1_9_mb_where_one_with_images_takes_18() -> None:
+    """Of Qwen-Image-2.1, 1024², one control, 80 tokens."""
+    ours, whole = script("work.py").text_alone_bytes()
+    assert ours <= 1.9e6 and whole > 18e6
+
+
 def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaling = script("scaling.py")
     monkeypatch.setattr(scaling, "opened", scaling.open_once)  # in this process
