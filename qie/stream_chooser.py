@@ -23,6 +23,7 @@ from qie.data.sources import Source, SourceSpec, open_source
 from qie.data.stream import FixedPlans, Plans, Samples, Stream
 from qie.data.variants import Variants
 from qie.errors import QieError, RecipeMismatchError, ShardError, SourceError, UsageError
+from qie.families import FAMILIES
 from qie.file_hashes import bytes_to_hash
 from qie.from_config import LaterEncoder, open_encoder, open_rows, variants
 from qie.paths import local_path
@@ -382,11 +383,20 @@ class _Opening:
         """How the recipe of shards differs from the configuration's, which its owner accepts.
 
         Raises:
-            RecipeMismatchError: it differs, and cache.accept_recipe is not set.
+            RecipeMismatchError: it differs, and cache.accept_recipe is not set; or the transformer could not read such
+                samples.
         """
         from qie.encode.options import config_key
 
         expected = self._expected()
+        if FAMILIES[found.family].interleaved != FAMILIES[expected["family"]].interleaved:
+            raise RecipeMismatchError(
+                "the shards are for another model family, whose samples this one cannot read",
+                where=self.where,
+                expected=expected["family"],
+                found=found.family,
+                hint="train the model that they were encoded for, or precompute again into another folder",
+            )
         differing = tuple(
             f"{name} ({config_key(name)}): {brief(value)} by the configuration, "
             f"{brief(getattr(found, name))} in the shards"

@@ -30,7 +30,7 @@ from qie.training.memory import (
 )
 from qie.training.model.blocks import offloaded_blocks
 from qie.training.roofline import step_time
-from qie.training.run import count_batches
+from qie.training.run import count_batches, require_one_draw
 
 _PROMPT_TOKENS = 100
 """Of a prompt and its template, in a dry run without samples."""
@@ -162,8 +162,10 @@ def forecast(
 
     Raises:
         UsageError: no such GPU is known.
-        ConfigError: the adapter does not fit the transformer, or FSDP cannot spread its weights.
+        ConfigError: the adapter does not fit the transformer, FSDP cannot spread its weights, or the family has no
+            several draws of a sample.
     """
+    require_one_draw(pretrained.family, config.train.draws_per_sample)
     tokens = _assumed(config, pretrained) if stream is None else largest(stream, pretrained.family.patch)
     setup = setup_of(config, pretrained, tokens, accelerator)
     place = _gpu(config, stream, accelerator.device, gpu, vram_gb)

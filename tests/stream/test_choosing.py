@@ -145,7 +145,8 @@ def test_encoders_of_another_content_are_named_and_those_that_are_not_here_are_n
 
     with pytest.raises(RecipeMismatchError) as error:
         opened(tmp_path, settings)
-    assert f"{component} (model.pretrained_model_name_or_path)" in str(error.value)
+    keys = "model.vae, or model.pretrained" if component == "vae" else "model.pretrained"
+    assert f"{component} ({keys}_model_name_or_path)" in str(error.value)
 
     shutil.rmtree(model / component)
     stream, said = opened(tmp_path, settings)
