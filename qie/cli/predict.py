@@ -102,6 +102,8 @@ def main(
     behind = None if family.alpha else config.data.background
     sampling = Sampling.of(pretrained, steps=steps, cfg=cfg, size=measures, alpha=alpha, background=behind)
     check_requests(requests, family, sampling)
+    if cfg is None and sampling.cfg <= 1 and any(request.negative_prompt.strip() for request in requests):
+        echo("warning: a negative prompt changes nothing without guidance: give --cfg, such as --cfg 2", err=True)
     predictor = open_predictor(config, transformer=local_path(transformer) if transformer else None)
     with Progress("embedding", len(requests), "prompts", quiet=quiet or len(requests) == 1) as progress:
         conditions = embed_requests(predictor, requests, sampling, progress.at)

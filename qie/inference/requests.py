@@ -92,7 +92,7 @@ class Sampling:
 
 
 WITH_ALPHA = frozenset({"PNG", "WEBP", "TIFF", "JPEG2000", "AVIF", "TGA"})
-"""Pillow's names of formats that keep a pixel's opacity as it is."""
+"""Pillow's names of formats that have a place for the opacity of each pixel."""
 
 _Path = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 
