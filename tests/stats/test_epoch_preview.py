@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,25 @@ from qie.errors import RecipeMismatchError, UsageError
 from qie.shards.discovery import find_indexes
 from qie.shards.shard_set import ShardSet
 from qie.stats import EpochPlan, preview_epoch
-from tests.builders import make_recipe, make_sample, write_shard
+from tests.builders import RECIPE, RECIPE_21, make_sample, make_sample_21, write_shard
 
 
-@pytest.fixture
-def shards(tmp_path: Path) -> Path:
-    """Seven samples of one shape and three of another, of all lengths from 9 to 18."""
+@pytest.fixture(params=["edit_plus", "qwen_image_21"])
+def shards(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Seven samples of one shape and three of another, of all lengths from 9 to 18.
+
+    Of Qwen-Image-2.1, the seven have no control, and the three have two.
+    """
     folder = tmp_path / "shards"
-    write_shard(folder, [make_sample(n, tokens=9 + n) for n in range(7)])
-    write_shard(folder, [make_sample(n, target=(6, 8), tokens=9 + n) for n in range(7, 10)], start=7)
+    if request.param == "edit_plus":
+        first = [make_sample(n, tokens=9 + n) for n in range(7)]
+        others = [make_sample(n, target=(6, 8), tokens=9 + n) for n in range(7, 10)]
+    else:
+        first = [make_sample_21(n, controls=(), tokens=9 + n) for n in range(7)]
+        others = [make_sample_21(n, controls=((4, 6), (2, 2)), tokens=9 + n) for n in range(7, 10)]
+    recipe = RECIPE if request.param == "edit_plus" else RECIPE_21
+    write_shard(folder, first, recipe=recipe)
+    write_shard(folder, others, start=7, recipe=recipe)
     return folder
 
 
@@ -79,7 +90,8 @@ def test_a_plan_needs_no_tar_but_its_size(shards: Path) -> None:
 
 
 def test_a_mixture_of_recipes_has_no_plan(shards: Path) -> None:
-    write_shard(shards, [make_sample(20)], start=20, recipe=make_recipe(multiple_px=16))
+    recipe = replace(ShardSet.open(shards).recipe, multiple_px=16)
+    write_shard(shards, [(make_sample_21 if recipe.prompt_dtype else make_sample)(20)], start=20, recipe=recipe)
 
     with pytest.raises(RecipeMismatchError, match="multiple_px"):
         plans(shards, batch_size=1, world=1)

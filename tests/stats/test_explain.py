@@ -68,6 +68,7 @@ def test_unchanged_rows_are_hits_wherever_they_moved_and_whatever_they_are_calle
         (1, {"target": b"another"}, "target", "changed"),
         (1, {"controls": (b"another",)}, "control 1", "changed"),
         (1, {"controls": (b"control 1", b"more")}, "control 2", "is new"),
+        (1, {"controls": ()}, "control 1", "is gone"),
         (1, {"prompt": "another"}, "prompt", "changed"),
         (1, {"mask": b"new"}, "mask", "is new"),
         (5, {"mask": None}, "mask", "is gone"),

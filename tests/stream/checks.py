@@ -14,18 +14,19 @@ import torch
 
 from qie.data.stream import Stream
 from qie.precompute import precompute
+from qie.recipe import Recipe
 from qie.types import Batch
-from tests.stubs import StubEncoder, StubSource
+from tests.stubs import RECIPE, StubEncoder, StubSource
 
 Facts = tuple[tuple[str, ...], tuple[int, ...], tuple[float, ...], str]
 
 
-def write(folder: Path, rows: int, shard_size: int = 5) -> Path:
+def write(folder: Path, rows: int, shard_size: int = 5, recipe: Recipe = RECIPE) -> Path:
     """A folder of shards: rows of three shapes, the last third from another source."""
     source = StubSource.of(rows)
     for row in range(2 * rows // 3, rows):
         source = source.changed(row, source="more")
-    precompute(source, StubEncoder(), folder, rows=(0, rows), shard_size=shard_size)
+    precompute(source, StubEncoder(recipe), folder, rows=(0, rows), shard_size=shard_size)
     return folder
 
 
@@ -37,6 +38,7 @@ def facts(batch: Batch) -> Facts:
         digest.update(b"none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor is not None:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    digest.update(repr(batch.image_slots).encode())
     return batch.keys, batch.indices, tuple(batch.weight.tolist()), digest.hexdigest()
 
 

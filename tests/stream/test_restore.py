@@ -22,7 +22,7 @@ from qie.stream_chooser import open_stream
 from qie.types import Batch
 from tests.conftest import ROOT
 from tests.stream.checks import all_facts, assert_restores_everywhere, epoch_after_epoch, facts, write
-from tests.stubs import StubEncoder, StubSource
+from tests.stubs import RECIPES, StubEncoder, StubSource
 
 ROWS = 29
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -57,6 +57,15 @@ def test_at_every_position_of_two_epochs(shards: Path, settings: dict[str, Any])
     run = assert_restores_everywhere(opener(shards, **settings))
 
     assert len({keys for keys, *_ in run}) >= (len(run) // 3 if settings.get("order") == "sequence" else len(run) // 2)
+
+
+def test_at_every_position_of_rows_with_any_number_of_controls_or_none(tmp_path: Path) -> None:
+    """Of Qwen-Image-2.1: a batch has one number of controls, and its text has their places."""
+    new = opener(write(tmp_path / "shards", ROWS, recipe=RECIPES["qwen_image_21"]), batch_size=2)
+    assert_restores_everywhere(new)
+
+    seen = {(len(batch.control_latent), batch.image_slots) for batch in new()}
+    assert seen == {(0, ()), (1, (1,)), (2, (1, 2))}
 
 
 def test_at_every_position_of_rows_that_are_encoded_live(shards: Path) -> None:
