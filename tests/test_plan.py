@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qie.data.plan import PLAN_VERSION, Columns, Plan, PlannedBatch, held_out, plan_epoch, sequence_prefix
+from qie.data.plan import PLAN_VERSION, Columns, Plan, PlannedBatch, PlanSettings, held_out, plan_epoch, sequence_prefix
 from qie.errors import UsageError
 from qie.types import Shape
 
@@ -73,6 +73,24 @@ def real(plan: Iterable[PlannedBatch]) -> list[int]:
 
 def batches(plan: Plan) -> list[tuple[int, ...]]:
     return [batch.positions for batch in plan]
+
+
+@deterministic
+@given(samples(variants=3, sources=2), seeds, sizes, orders, tails, st.tuples(*[st.sampled_from(WEIGHTS)] * 2))
+def test_epochs_are_counted_without_being_planned(columns, seed, size, order, tail, weights) -> None:
+    """Variants of other shapes and fractions of rows, by which one epoch has more batches than another, too."""
+    columns = replace(columns, source_names=("a", "b"))
+    chosen = dict(zip(columns.source_names, weights, strict=True))
+    made = PlanSettings(size, seed, tail, order, weights=chosen)
+    kept_out = held_out(np.arange(len(columns) * 32, dtype=np.uint8).reshape(-1, 32), columns.rows, 1)[1]
+    try:
+        expected = sum(len(made.plan(columns, epoch, kept_out)) for epoch in range(3))
+    except UsageError as error:
+        with pytest.raises(UsageError, match="0 batches") as caught:
+            made.count(columns, 3, kept_out)
+        assert caught.value.found == error.found
+    else:
+        assert made.count(columns, 3, kept_out) == expected
 
 
 # One epoch, plainly: as plan_epoch, with lists and loops

@@ -133,6 +133,29 @@ class PlanSettings:
             similar_lengths=self.similar_lengths,
         )
 
+    def count(self, columns: Columns, epochs: int, leave_out: NDArray[np.bool_] | None) -> int:
+        """How many batches the first `epochs` epochs have: counted, where planning them would take seconds each.
+
+        By source weights, or where a row's variants have other shapes, one epoch may have more than another.
+
+        Raises:
+            UsageError: an epoch has none.
+        """
+        weights = [self.weights.get(name, 1.0) for name in columns.source_names]
+        # Then every epoch draws the same samples, each time in another order.
+        alike = len(starts(columns.rows)) == len(columns) and all(weight == round(weight) for weight in weights)
+        place = {shape: number for number, shape in enumerate(dict.fromkeys(columns.shape_names))}
+        shapes = np.array([place[shape] for shape in columns.shape_names], np.int64)
+        total = 0
+        for epoch in range(min(epochs, 1) if alike else epochs):
+            drawn, _ = draw(columns, self.seed, epoch, weights, leave_out, shuffled=self.order != "sequence")
+            full, rest = np.divmod(np.bincount(shapes[columns.shapes[drawn]]), self.global_batch_size)
+            batches = int(full.sum()) + (int(np.count_nonzero(rest)) if self.tail == "pad" else 0)
+            if not batches:
+                raise _no_batches(columns, drawn, self.global_batch_size)
+            total += batches
+        return total * epochs if alike else total
+
     @property
     def identity(self) -> dict[str, Any]:
         """The settings as a saved position names them."""

@@ -60,6 +60,8 @@ class Samples(Protocol):
 class Plans(Protocol):
     """The plans of a stream's epochs."""
 
+    settings: PlanSettings
+
     @property
     def global_batch_size(self) -> int: ...
 
@@ -226,6 +228,10 @@ class Stream(IterableDataset[Batch]):
     def __len__(self) -> int:
         """Batches of the current epoch."""
         return len(self.plan)
+
+    def count(self, epochs: int) -> int:
+        """Batches of the first so many epochs, of samples that are all known; nothing is planned."""
+        return self.plans.settings.count(self.samples.columns, epochs, self.held_out)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._iter_batches(endless=False)

@@ -30,7 +30,7 @@ from qie.training.memory import (
 )
 from qie.training.model.blocks import offloaded_blocks
 from qie.training.roofline import step_time
-from qie.training.run import count_batches, require_one_draw
+from qie.training.run import require_one_draw
 
 _PROMPT_TOKENS = 100
 """Of a prompt and its template, in a dry run without samples."""
@@ -178,7 +178,7 @@ def forecast(
         image, target, text, controls = _mean(stream, pretrained.family.patch)
         mean = replace(setup, image_tokens=image, text_tokens=text, target_tokens=target, controls=controls)
         if config.train.epochs is not None:
-            steps = -(-count_batches(stream, config.train.epochs) // batches)
+            steps = -(-stream.count(config.train.epochs) // batches)
     return Forecast(setup, mean, samples, steps, batches, place)
 
 

@@ -80,7 +80,7 @@ class Run:
     ) -> None:
         self.config, self.pretrained, self.stream, self.accelerator = config, pretrained, stream, accelerator
         train = config.train
-        planned = self._planned_batches = None if train.epochs is None else count_batches(stream, train.epochs)
+        planned = self._planned_batches = None if train.epochs is None else stream.count(train.epochs)
         self.steps = train.max_steps if planned is None else math.ceil(planned / train.gradient_accumulation_steps)
         # Everything that can be refused is refused before the weights are read.
         require_one_draw(pretrained.family, train.draws_per_sample)
@@ -306,16 +306,6 @@ def _prepare(stream: Stream, objective: Objective, first: int) -> Iterator[Prepa
             draws = objective.draw(batch, number)
             yield PreparedBatch(objective.moved(batch), draws, epoch, position)
             del batch, draws
-
-
-def count_batches(stream: Stream, epochs: int) -> int:
-    """Batches of each process in the first `epochs` epochs. By source weights, one may be longer than another."""
-    lengths = []
-    for epoch in range(epochs):
-        stream.set_epoch(epoch)
-        lengths.append(len(stream))
-    stream.set_epoch(0)
-    return sum(lengths)
 
 
 def _objective(config: Config, pretrained: PretrainedModel, device: torch.device, dtype: torch.dtype) -> Objective:
