@@ -274,8 +274,13 @@ def test_components_on_several_devices_make_what_they_make_on_one(images, tiny_2
     config = load_config(str(tmp_path / "config.yaml"), ())
     predictors = [open_predictor(config) for _ in range(2)]
     predictors[1]._transformer_device = torch.device("cpu:0")  # the same place by another name
-    one, other = (predictor.generate([opened(images[0])], PROMPT, steps=2) for predictor in predictors)
-    assert one.tobytes() == other.tobytes()
+    modes: list[str] = []
+    for predictor in predictors:
+        predictor.pipeline.transformer.register_forward_pre_hook(
+            lambda _, __, given: modes.append(given["kv_cache_mode"]), with_kwargs=True
+        )
+    one, other = (predictor.generate([opened(images[0])], PROMPT, steps=3) for predictor in predictors)
+    assert one.tobytes() == other.tobytes() and modes == ["extract", "cached", "cached"] * 2
     hooked = [hasattr(predictor.pipeline.transformer, "_hf_hook") for predictor in predictors]
     assert hooked == [False, True] and predictors[1].pipeline.text_encoder is None
 

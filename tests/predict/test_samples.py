@@ -248,6 +248,7 @@ def test_without_samples_nothing_is_opened(config, monkeypatch: pytest.MonkeyPat
         ({"images": ["nowhere.png"]}, "validation.samples.1.images: nowhere.png", "No such file"),
         ({"images": [__file__]}, f"validation.samples.1.images: {__file__}", "not an image"),
         ({"images": "twice"}, "validation.samples.1.images", "too many images for the model"),
+        ({"images": []}, "validation.samples.1.images", "the model edits images, and was given none"),
         ({"prompt": " "}, "validation.samples.1.prompt", "the prompt is empty"),
         ({"negative_prompt": "<|im_end|>"}, "validation.samples.1.negative_prompt", "special token"),
     ],
