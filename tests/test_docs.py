@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -258,15 +259,25 @@ RELEASED = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 1
 
 
 @cache
-def prepared(lora: str, zero_cond_t: bool) -> QwenImageTransformer2DModel:
+def prepared(lora: str, family: str) -> torch.nn.Module:
     """The released transformer without its weights, with the adapter of a configuration (JSON)."""
     with torch.device("meta"):
-        transformer = QwenImageTransformer2DModel(**RELEASED, zero_cond_t=zero_cond_t).requires_grad_(False)
+        if family == "qwen_image_21":
+            transformer = newer_transformer()()
+        else:
+            transformer = QwenImageTransformer2DModel(**RELEASED, zero_cond_t=family == "edit_plus")
+        transformer.requires_grad_(False)
     if settings := Config.model_validate(
         {"model": {"pretrained_model_name_or_path": "x", "lora": json.loads(lora)}}
     ).model.lora:
         add_lora(transformer, settings, 0, dtype=torch.float32)
     return transformer
+
+
+def newer_transformer() -> type[torch.nn.Module]:
+    if not hasattr(diffusers, FAMILIES["qwen_image_21"].transformer):
+        pytest.skip("Qwen-Image-2.1 needs diffusers 0.42")
+    return getattr(diffusers, FAMILIES["qwen_image_21"].transformer)
 
 
 @dataclass(frozen=True)
@@ -277,7 +288,7 @@ class Figure:
     told: str
     config: str = "edit_lora"
     overrides: Sequence[str] = ()
-    plus: bool = False
+    family: str = "edit"
     controls: int = 1
     processes: int = 1
     sharded: bool = False
@@ -287,38 +298,54 @@ class Figure:
         """What `qie-train` would say of a released model, with prompts as long as the pages say."""
         config = load_config(ROOT / "configs" / f"{self.config}.yaml", self.overrides)
         lora = config.model.lora and config.model.lora.model_dump(mode="json", exclude={"continue_from"})
-        monkeypatch.setattr(memory, "empty_transformer", lambda pretrained: prepared(json.dumps(lora), self.plus))
+        monkeypatch.setattr(memory, "empty_transformer", lambda pretrained: prepared(json.dumps(lora), self.family))
         monkeypatch.setattr(memory, "add_lora", lambda *arguments, **more: None)
-        side = round((config.data.area_px if isinstance(config.data.area_px, int) else 1024 * 1024) ** 0.5) // 8
+        side = round((config.data.area_px if isinstance(config.data.area_px, int) else 1024 * 1024) ** 0.5)
+        side = side // FAMILIES[self.family].latent_scale
         shape = SimpleNamespace(target=(side, side), controls=[(side, side)] * self.controls)
-        lengths = np.array([200 * self.controls + 100 if self.plus else 1400])
+        lengths = np.array([{"edit": 1400, "edit_plus": 200 * self.controls + 100}.get(self.family, 100)])
         columns = SimpleNamespace(shape_names=[shape], lengths=lengths)
         kind = "FSDP" if self.sharded else "MULTI_GPU" if self.processes > 1 else "NO"
         group = SimpleNamespace(distributed_type=kind, num_processes=self.processes)
         stream = SimpleNamespace(samples=SimpleNamespace(columns=columns))
-        setup = memory.plan_memory(config, SimpleNamespace(family=FAMILIES["edit"]), stream, group)
+        setup = memory.plan_memory(config, SimpleNamespace(family=FAMILIES[self.family]), stream, group)
         return round(getattr(estimate(setup), self.part) / 1e9)
 
 
+def tables(page: str, part: str) -> list[list[list[str]]]:
+    """The tables of a guide's section that begins with `part`: the cells of their rows, the head first."""
+    section = text_of(DOCS / "guides" / f"{page}.md").partition(f"## {part}")[2].partition("\n## ")[0]
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
+        lines = [line for line in table.splitlines() if "---" not in line]
+        found.append([[cell.strip() for cell in line.strip("|").split("|")] for line in lines])
+    return found
+
+
 def figures_of_guides() -> Iterator[Figure]:
-    for page, shipped, processes in (("24gb", "edit_lora_24gb", 1), ("80gb", "", 1), ("eight-gpus", "", 8)):
-        table = text_of(DOCS / "guides" / f"{page}.md").partition("## How much of ")[2].partition("\n## ")[0]
-        lines = [line for line in table.splitlines() if line.startswith("|")]
-        head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line)
+    for page, part, shipped, family, processes in (
+        ("24gb", "How much of ", "edit_lora_24gb", "edit_plus", 1),
+        ("24gb", "Qwen-Image-2.1", "qwen_image_21_lora_24gb", "qwen_image_21", 1),
+        ("80gb", "How much of ", "edit_plus_lora", "edit_plus", 1),
+        ("80gb", "Qwen-Image-2.1", "qwen_image_21_lora", "qwen_image_21", 1),
+        ("eight-gpus", "How much of ", "edit_plus_lora", "edit_plus", 8),
+    ):
+        head, *rows = tables(page, part)[0]
         assert head[-1] == "estimated" and rows
         for row in (dict(zip(head, row, strict=True)) for row in rows):
             yield Figure(
-                f"{page} {' '.join(row.values())}",
+                f"{page} {' '.join(row.values())} {family}",
                 row["estimated"],
-                row.get("configuration", shipped or "edit_plus_lora"),
+                row.get("configuration", shipped),
                 re.findall(r"`([^`]+)`", row["`--set`"]),
-                plus=True,
+                family=family,
                 controls=int(row["controls"]),
                 processes=processes,
                 sharded=row.get("started by") == "fsdp2.yaml",
             )
 
 
+NEWER = {"config": "qwen_image_21_lora", "family": "qwen_image_21"}
 TRAINING: dict[str, dict[str, Any]] = {
     "without changes": {},
     "`batch_size: 4`": {"overrides": ["data.batch_size=4"]},
@@ -330,8 +357,12 @@ TRAINING: dict[str, dict[str, Any]] = {
     "`fp8`, checkpointing every second block": {"overrides": ["model.quantize=fp8", "train.gradient_checkpointing=2"]},
     "`fp8`, `offload_blocks: 30`": {"overrides": ["model.quantize=fp8", "train.offload_blocks=30"]},
     "`quantize: nf4`": {"overrides": ["model.quantize=nf4"]},
-    "2511, bf16, two controls": {"plus": True, "controls": 2},
+    "2511, bf16, two controls": {"family": "edit_plus", "controls": 2},
     "bf16, FSDP over eight GPUs": {"processes": 8, "sharded": True},
+    "Qwen-Image-2.1": NEWER | {"overrides": ["train.draws_per_sample=1"]},
+    "the same, `quantize: fp8`": NEWER | {"overrides": ["train.draws_per_sample=1", "model.quantize=fp8"]},
+    "the same, `draws_per_sample: 4`": NEWER,
+    "the same, both": NEWER | {"overrides": ["model.quantize=fp8"]},
 }
 """Rows of the table in training.md -> the run."""
 
@@ -357,24 +388,24 @@ def test_a_page_s_figure_is_what_the_estimator_says(figure: Figure, monkeypatch:
     assert figure.told == f"{figure.estimated_gb(monkeypatch)} GB"
 
 
-def plans_of_the_24_gb_guide() -> list[list[str]]:
-    """Rows of the table of dry runs: settings, blocks, GB of the GPU, host memory, seconds of a step."""
-    table = text_of(DOCS / "guides" / "24gb.md").partition("## How long a step takes")[2].partition("\n## ")[0]
-    lines = [line for line in table.splitlines() if line.startswith("| ") and "---" not in line]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+PLANS = [("edit_lora_24gb", "edit_plus", row) for row in tables("24gb", "How long a step takes")[0][1:]]
+PLANS += [("qwen_image_21_lora_24gb", "qwen_image_21", row) for row in tables("24gb", "Qwen-Image-2.1")[1][1:]]
+"""Configuration, family, and a row of the tables of dry runs: settings, blocks, GB of the GPU, host memory, seconds."""
 
 
-@pytest.mark.parametrize("row", plans_of_the_24_gb_guide(), ids=lambda row: row[0])
-def test_the_guide_for_24_gb_tells_what_a_dry_run_does(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(ROOT / "configs" / "edit_lora_24gb.yaml", re.findall(r"`([^`]+)`", row[0]))
+@pytest.mark.parametrize(("shipped", "family", "row"), PLANS)
+def test_the_guide_for_24_gb_tells_what_a_dry_run_does(
+    shipped: str, family: str, row: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(ROOT / "configs" / f"{shipped}.yaml", re.findall(r"`([^`]+)`", row[0]))
     assert config.model.lora
     lora = json.dumps(config.model.lora.model_dump(mode="json", exclude={"continue_from"}))
-    monkeypatch.setattr(memory, "empty_transformer", lambda pretrained: prepared(lora, True))
+    monkeypatch.setattr(memory, "empty_transformer", lambda pretrained: prepared(lora, family))
     monkeypatch.setattr(memory, "add_lora", lambda *arguments, **more: None)
     alone = SimpleNamespace(device=torch.device("cpu"), num_processes=1, distributed_type="NO")
-    found = forecast(config, SimpleNamespace(family=FAMILIES["edit_plus"]), None, alone, gpu="RTX 4090")
+    found = forecast(config, SimpleNamespace(family=FAMILIES[family]), None, alone, gpu="RTX 4090")
     told = "\n".join(found.lines())
-    blocks, _, offloaded = re.findall(r"blocks      60: (.*)", told)[0].partition(" offloaded: ")
+    blocks, _, offloaded = re.findall(r"blocks      \d+: (.*)", told)[0].partition(" offloaded: ")
     numbers = [re.sub(r", \d+$", "", blocks) if offloaded else blocks]
     numbers += [re.findall(r"total +(\S+ GB) of", told)[0], offloaded.partition(" of ")[0]]
     assert row[1:] == [*numbers, re.findall(r"a step      about (\d+)", told)[0] + " s"]
@@ -382,7 +413,7 @@ def test_the_guide_for_24_gb_tells_what_a_dry_run_does(row: list[str], monkeypat
 
 def test_sizes_of_the_released_transformer_in_sentences_follow_from_its_numbers() -> None:
     """In bfloat16, in float32, with AdamW's state, and in eight processes."""
-    sizes = Parameters.of(prepared("null", False))
+    sizes = Parameters.of(prepared("null", "edit"))
     count = sizes.trained + sizes.frozen
     gb = {size: f"{size * count / 1e9:.0f} GB" for size in (2, 4, 12, 16, 32)}
     for page, sentence in (

@@ -30,20 +30,24 @@ def invoke(command, *arguments: object) -> None:
 
 
 def test_they_are_found() -> None:
-    assert {"demo", "edit_lora", "edit_plus_lora", "edit_full", "edit_lora_24gb", "small_model"} == {
+    newer = {"qwen_image_21_lora", "qwen_image_21_lora_24gb"}
+    assert newer | {"demo", "edit_lora", "edit_plus_lora", "edit_full", "edit_lora_24gb", "small_model"} == {
         path.stem for path in CONFIGS
     }
     assert {"ddp", "fsdp2"} == {path.stem for path in ACCELERATE}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=name)
-def test_each_trains(path: Path, tiny_edit: Path, tiny_edit_plus: Path, photos: Path, tmp_path: Path) -> None:
+def test_each_trains(path: Path, request: pytest.FixtureRequest, photos: Path, tmp_path: Path) -> None:
     config = load_config(path)
+    tiny = next(
+        (name for word, name in (("plus", "tiny_edit_plus"), ("21", "tiny_21")) if word in path.stem), "tiny_edit"
+    )
     for package in (NEEDS.get(config.model.quantize or ""), config.optimizer.class_path.partition(".")[0]):
         if package:
             pytest.importorskip(package)
     settings = {
-        "model.pretrained_model_name_or_path": tiny_edit_plus if "plus" in path.stem else tiny_edit,
+        "model.pretrained_model_name_or_path": request.getfixturevalue(tiny),
         "data.source": photos,
         "data.allow_tiny": "true",
         "data.area_px": AREA_PX,
@@ -51,6 +55,7 @@ def test_each_trains(path: Path, tiny_edit: Path, tiny_edit_plus: Path, photos: 
         "cache.cache_dir": tmp_path / "shards",
         "train.output_dir": tmp_path / "run",
         "train.max_steps": 2,
+        "train.offload_blocks": min(config.train.offload_blocks, 1),
         "validation.rows": 1,
     }
     arguments = ["--config", path, *(word for item in settings.items() for word in ("--set", "=".join(map(str, item))))]

@@ -13,14 +13,15 @@ from qie.training.memory import Setup, offloaded_bytes
 # 600 forward and 480 backward, of 989 TFLOP/s on an H100), and copies.
 _PRODUCTS, _ATTENTION, _ATTENTION_BACKWARD, _MEMORY, _LINK = 0.69, 0.61, 0.49, 0.8, 0.8
 # What operations between products read and write, in numbers of the width for each token and block: counted on the
-# released shapes, and rounded. Compiled they fuse, into a third or less.
-_FORWARD_NUMBERS, _BACKWARD_NUMBERS, _FUSED = 100, 160, 0.35
+# released shapes, forward and backward, and rounded. Compiled they fuse, into a third or less.
+_NUMBERS, _NUMBERS_SINGLE, _FUSED = (100, 160), (120, 210), 0.35
 # Bytes to read and write for a quantised weight, before each product that it takes part in.
 _RESTORED: dict[Quantization, float] = {"fp8": 19.0, "int8": 11.0, "nf4": 2.5}
 _RESTORED_FUSED = 3.0
 # With train.fp8_compute: how much faster those products are, rounding included (1,000 TFLOP/s on an H100), their part
 # of all, and the part of the weights that is restored as before, for the others.
 _FP8_GAIN, _FP8_PRODUCTS, _FP8_RESTORED = 1000 / 680, 0.7, 16 / 36
+_FP8_PRODUCTS_SINGLE, _FP8_RESTORED_SINGLE = 0.75, 0.25
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def step_time(setup: Setup, datasheet: Datasheet, batches: int = 1) -> StepTime:
     products = flops.model + flops.recomputed - 3 * attention - again
     peak, bandwidth = datasheet.tflops * 1e12, datasheet.bandwidth_gb_s * 1e9 * _MEMORY
     passes = architecture.blocks + checkpointed
-    of_blocks = _FORWARD_NUMBERS * passes + _BACKWARD_NUMBERS * architecture.blocks
+    forward, backward = _NUMBERS_SINGLE if architecture.single_stream else _NUMBERS
+    of_blocks = forward * passes + backward * architecture.blocks
     moved = of_blocks * setup.tokens * architecture.width * setup.value_bytes * (_FUSED if setup.compiled else 1.0)
     restored = _restored_bytes(setup) * (passes + architecture.blocks) / architecture.blocks
     found = StepTime(
@@ -87,7 +89,8 @@ def step_time(setup: Setup, datasheet: Datasheet, batches: int = 1) -> StepTime:
 
 def _share(setup: Setup) -> float:
     """Of the time that all products would take in bfloat16."""
-    return 1 - _FP8_PRODUCTS * (1 - 1 / _FP8_GAIN) if setup.fp8_compute else 1.0
+    part = _FP8_PRODUCTS_SINGLE if setup.architecture.single_stream else _FP8_PRODUCTS
+    return 1 - part * (1 - 1 / _FP8_GAIN) if setup.fp8_compute else 1.0
 
 
 def _restored_bytes(setup: Setup) -> float:
@@ -95,5 +98,6 @@ def _restored_bytes(setup: Setup) -> float:
     if setup.quantize is None:
         return 0.0
     fused = setup.compiled and setup.quantize != "nf4"
-    part = _FP8_RESTORED if setup.fp8_compute else 1.0
+    left = _FP8_RESTORED_SINGLE if setup.architecture.single_stream else _FP8_RESTORED
+    part = left if setup.fp8_compute else 1.0
     return part * setup.parameters.matrices * (_RESTORED_FUSED if fused else _RESTORED[setup.quantize])
