@@ -164,11 +164,9 @@ def open_pretrained(
     """
     folder = local_path(name_or_path)
     if not folder.is_dir():
-        # What another VAE has to fit stands in the configuration of the model's own.
-        own = [f"vae/{_VAE_CONFIG}"] if vae else []
-        components_there = [name for name in components if name != "vae" or not vae]
-        files = "*" if weights else "*.json"
-        patterns = ["model_index.json", *own, *(f"{name}/{files}" for name in components_there)]
+        # Another VAE is compared with the model's own.
+        names = dict.fromkeys([*components, *(["vae"] if vae else [])])
+        patterns = ["model_index.json", *(f"{name}/{'*' if weights else '*.json'}" for name in names)]
         folder = _download(name_or_path, patterns, "model.pretrained_model_name_or_path")
     index = folder / "model_index.json"
     if not index.is_file():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from qie.config import Config
 from qie.data.sources import open_source
 from qie.encode.options import EncoderOptions, config_key, known_fields
+from qie.encode.vae import same_encoder
 from qie.errors import ModelError
 from qie.from_config import open_encoder, open_predictor
 from qie.html_report.decoding import VaeDecoder
@@ -61,6 +62,29 @@ def test_a_copy_of_the_models_own_vae_wherever_it_lies_keeps_recipe_and_keys(
     shutil.copytree(tiny_edit / "vae", tmp_path / "vae")
     for place in (tmp_path / "vae", tmp_path):
         assert open_encoder(config(tiny_edit, place)).recipe == encoder.recipe
+
+
+def test_a_vae_that_only_decodes_otherwise_keeps_recipe_and_keys_in_any_precision(
+    tiny_edit: Path, photos: Path, encoder, tmp_path: Path
+) -> None:
+    """As decoders that are repaired afterwards do: nothing has to be encoded again."""
+    shutil.copytree(tiny_edit / "vae", tmp_path / "vae")
+    file = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    changed = {
+        name: value * 2 if "decoder" in name else value.double() if "encoder" in name else value
+        for name, value in load_file(file).items()
+    }
+    save_file(changed, file, {"format": "pt"})
+    found, row = open_encoder(config(tiny_edit, tmp_path)), open_source(photos).read(0)
+    assert found.recipe == encoder.recipe
+    assert torch.equal(found.encode(row).pixel_latent, encoder.encode(row).pixel_latent)
+    trained = open_pretrained(str(tiny_edit), components=("transformer", "scheduler"), vae=str(tmp_path))
+    assert known_fields(trained, EncoderOptions(areas_px=(AREA_PX,)))["vae"] == encoder.recipe.vae
+    picture = open_predictor(config(tiny_edit, tmp_path)).pipeline.vae
+    assert torch.equal(picture.decoder.conv_in.weight, changed["decoder.conv_in.weight"])
+    settings = json.loads((tmp_path / "vae" / "config.json").read_text()) | {"num_res_blocks": 5}
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(settings))
+    assert not same_encoder(tmp_path / "vae", tiny_edit / "vae")
 
 
 def test_training_knows_the_vae_that_its_shards_should_be_made_with(tiny_edit: Path, another: Path, encoder) -> None:
@@ -112,7 +136,7 @@ def test_a_folder_without_a_vae_is_refused(tiny_edit: Path, tmp_path: Path) -> N
     assert str(tmp_path) in str(caught.value)
 
 
-def test_of_the_hub_the_vae_alone_is_downloaded_and_of_the_models_own_what_it_has_to_fit(
+def test_of_the_hub_the_vae_alone_is_downloaded_and_the_models_own(
     tiny_edit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, list[str]] = {}
@@ -120,4 +144,4 @@ def test_of_the_hub_the_vae_alone_is_downloaded_and_of_the_models_own_what_it_ha
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     open_pretrained("someone/model", components=ENCODERS, vae="someone/vae")
     assert asked["someone/vae"] == ["config.json", "diffusion_pytorch_model*", "vae/*"]
-    assert "vae/config.json" in asked["someone/model"] and "vae/*" not in asked["someone/model"]
+    assert "vae/*" in asked["someone/model"], "which the other one is compared with"

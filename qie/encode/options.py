@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from qie.config import Config
 from qie.devices import resolve_dtype
 from qie.encode.images import MAX_IMAGE_PX, Size, resampling_digest
+from qie.encode.vae import same_encoder
 from qie.errors import ConfigError
 from qie.families import Family, template_digest
 from qie.pretrained import PretrainedModel, content_hash, processor_hash
@@ -91,7 +93,7 @@ def make_recipe(
     pretrained: PretrainedModel, options: EncoderOptions, vae_device: torch.device, text_device: torch.device
 ) -> Recipe:
     """The recipe of encoding with a model; its files are hashed, in parallel."""
-    components = [pretrained.component(name) for name in HASHED]
+    components = [encoding_folder(pretrained, name) for name in HASHED]
     with ThreadPoolExecutor() as pool:
         vae, text_encoder, tokenizer = pool.map(content_hash, components)
     return Recipe(
@@ -104,6 +106,18 @@ def make_recipe(
         text_dtype=resolve_dtype(options.compute_dtype, text_device),
         resampling=resampling_digest(),
     )
+
+
+def encoding_folder(pretrained: PretrainedModel, name: str) -> Path:
+    """The folder whose content stands for a component in a recipe.
+
+    Of another VAE that encodes as the model's own does, and only decodes otherwise, it is that of the model's own: they
+    give the same latents.
+    """
+    folder, own = pretrained.component(name), replace(pretrained, vae=None)
+    if name == "vae" and own != pretrained and own.holds(name) and same_encoder(folder, own.component(name)):
+        return own.component(name)
+    return folder
 
 
 def config_key(field: str) -> str:
@@ -120,7 +134,7 @@ def known_fields(pretrained: PretrainedModel, options: EncoderOptions) -> dict[s
     known = _chosen(pretrained.family, options) | {"storage_dtype": "float16", "encoding_version": ENCODING_VERSION}
     if options.compute_dtype != "auto":
         known |= {"vae_dtype": options.compute_dtype, "text_dtype": options.compute_dtype}
-    known |= {name: content_hash(pretrained.component(name)) for name in HASHED if pretrained.holds(name)}
+    known |= {name: content_hash(encoding_folder(pretrained, name)) for name in HASHED if pretrained.holds(name)}
     if pretrained.holds("processor"):
         known["processor"] = processor_hash(pretrained)
     return known
