@@ -1,4 +1,7 @@
-"""Fine-tune Qwen-Image-Edit: encode once, train forever. These names are public; everything else may change."""
+"""Fine-tune Qwen-Image-Edit and Qwen-Image-2.1: encode once, train forever.
+
+These names are public; everything else may change.
+"""
 
 from __future__ import annotations
 
