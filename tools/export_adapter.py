@@ -5,10 +5,10 @@
 
 CHECKPOINT is a checkpoint's folder, a run's train.output_dir (its latest checkpoint), or a LoRA file.
 
-Without --merge the adapter becomes one file. ComfyUI and diffusers both read the format comfyui; the format diffusers
-is that of the checkpoint. With --merge the tool writes the transformer of MODEL, a folder or a name on the Hugging
-Face Hub, with the adapter merged into its weights. Meanwhile all of it is in memory, 41 GB for Qwen-Image-Edit in
-bfloat16.
+Without --merge the adapter becomes one file. The format comfyui is read by ComfyUI and diffusers; that of an adapter of
+the MLP of Qwen-Image-2.1 by ComfyUI alone. The format diffusers is that of the checkpoint. With --merge the tool writes
+the transformer of MODEL, a folder or a name on the Hugging Face Hub, with the adapter merged into its weights.
+Meanwhile all of it is in memory, 41 GB for Qwen-Image-Edit in bfloat16 and 14 GB for Qwen-Image-2.1.
 
 Exit status: 0 if the output is written, 1 if the adapter has a fault, 2 for wrong usage. The reason is one line on
 stderr.

@@ -109,6 +109,7 @@ def main(
         conditions = embed_requests(predictor, requests, sampling, progress.at)
     settings = sampling.told | {"model": config.model.pretrained_model_name_or_path}
     settings |= {"transformer": transformer} if transformer else {}
+    settings |= {"vae": config.model.vae} if config.model.vae else {}
     settings |= {"quantize": config.model.quantize} if config.model.quantize else {}
     settings |= {"loras": [adapter.model_dump(exclude={"train_only"}) for adapter in config.model.permanent_adapters]}
     total = sum(len(request.outputs) for request in requests) * sampling.steps
