@@ -39,6 +39,9 @@ PROMPT = (
     "size and features meet the original image and the text should alter where appropriate."
 )
 TOKENS = {"in_channels": 64, "out_channels": 16, "patch_size": 2}
+TOKENS_21 = {"in_channels": 64, "out_channels": 64, "patch_size": 1, "mlp_ratio": 3}
+NEWER = "QwenImage21Transformer2DModel"
+"""A class that diffusers has from 0.42 on."""
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 MOST_WARM_UP = 11
 """Steps that a loop takes before the clock starts."""
@@ -47,10 +50,11 @@ MAKE_TINY = ROOT / "tools" / "make_tiny_model.py"
 
 @dataclass(frozen=True)
 class Size:
-    """Of images, and of the models by their configurations."""
+    """Of images, and of the models by their configurations; `newer` is the transformer of Qwen-Image-2.1."""
 
     side_px: int
     transformer: dict[str, Any]
+    newer: dict[str, Any]
     vae: dict[str, Any]
     text: dict[str, Any]
     vision: dict[str, Any]
@@ -60,6 +64,9 @@ SIZES = {
     "small": Size(
         128,
         TOKENS | {"num_layers": 4, "num_attention_heads": 4, "attention_head_dim": 32, "axes_dims_rope": [8, 12, 12]},
+        TOKENS_21
+        | {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 32, "axes_dims_rope": [8, 12, 12]}
+        | {"context_in_dim": 64},
         {"base_dim": 8, "z_dim": 16},
         {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": ROPE | {"mrope_section": [2, 2, 4]}},
@@ -69,6 +76,9 @@ SIZES = {
         1024,
         TOKENS
         | {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56]},
+        TOKENS_21
+        | {"num_layers": 32, "num_attention_heads": 32, "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56]}
+        | {"context_in_dim": 4096},
         {},
         {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
         | {"num_attention_heads": 28, "num_key_value_heads": 4}
@@ -147,9 +157,10 @@ def random_weights(device: torch.device, transformer_on: torch.device | None = N
 
         return made
 
-    def transformer(folder: Path) -> QwenImageTransformer2DModel:
+    def transformer(folder: Path) -> torch.nn.Module:
+        config = read_json(folder / "config.json")
         with device:
-            made = QwenImageTransformer2DModel.from_config(read_json(folder / "config.json"))
+            made: torch.nn.Module = getattr(diffusers, config["_class_name"]).from_config(config)
         return made.to(transformer_on or device)
 
     def vae(folder: Path) -> AutoencoderKLQwenImage:
@@ -163,6 +174,7 @@ def random_weights(device: torch.device, transformer_on: torch.device | None = N
     with ExitStack() as patches:
         for model, make in (
             (QwenImageTransformer2DModel, transformer),
+            *([(getattr(diffusers, NEWER), transformer)] if hasattr(diffusers, NEWER) else []),
             (AutoencoderKLQwenImage, vae),
             (Qwen2_5_VLForConditionalGeneration, text_encoder),
         ):
@@ -171,12 +183,16 @@ def random_weights(device: torch.device, transformer_on: torch.device | None = N
 
 
 def write_model(bench: Bench, family: str = "edit") -> None:
-    """Write configurations, tokenizer and processor; no weights."""
+    """Write configurations, tokenizer and processor; no weights. Of Qwen-Image-2.1 the transformer alone is as large as
+    it has to be."""
     with redirect_stdout(io.StringIO()):
         made = runpy.run_path(str(MAKE_TINY))["main"]([str(bench.model), "--family", family])
     assert made == 0, f"{bench.model} is not empty"
     for weights in bench.model.glob("*/*.safetensors*"):
         weights.unlink()
+    if family == "qwen_image_21":
+        write_config(bench.model / "transformer", bench.size.newer)
+        return
     size, width = bench.size, bench.size.text["hidden_size"]
     write_config(bench.model / "vae", size.vae)
     write_config(bench.model / "transformer", size.transformer | {"joint_attention_dim": width})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,10 +23,18 @@ TAIL, NULL = 29, 5
 """Tokens behind the images: of the prompt, and of the null prompt."""
 SAME = "0" * 64
 RECIPE = Recipe("edit", SAME, SAME, SAME, SAME, (1024 * 1024,), None, "float32", "float32", SAME, SAME)
+RECIPE_21 = replace(RECIPE, family="qwen_image_21", prompt_dtype="bfloat16")
 
 
 def made(
-    number: int, tokens: int, *, side: int = 128, width: int = WIDTH, tail: int = TAIL, controls: int = 1
+    number: int,
+    tokens: int,
+    *,
+    side: int = 128,
+    width: int = WIDTH,
+    tail: int = TAIL,
+    controls: int = 1,
+    channels: int = 16,
 ) -> Sample:
     """The sample of row `number`: latents of side² of the target and each control, a prompt of so many tokens."""
     generator = torch.Generator().manual_seed(number)
@@ -38,8 +47,8 @@ def made(
     return Sample(
         key=RECIPE.key(Row(number, "", b"%d" % number, (b"",), "")),
         prompt="make the sky a little darker",
-        pixel_latent=half(16, 1, side, side),
-        control_latent=tuple(half(16, 1, side, side) for _ in range(controls)),
+        pixel_latent=half(channels, 1, side, side),
+        control_latent=tuple(half(channels, 1, side, side) for _ in range(controls)),
         prompt_embed=half(tokens, width),
         prompt_embeds_mask=torch.ones(tokens, dtype=torch.bool),
         empty_tail=half(NULL, width),
@@ -48,8 +57,19 @@ def made(
     )
 
 
-def record_of(sample: Sample) -> bytes:
-    return encode(sample, RECIPE.digest)
+def made_newer(number: int, tokens: int, *, side: int, width: int, tail: int, controls: int) -> Sample:
+    """One of Qwen-Image-2.1: text alone, in bfloat16, with controls among the first tokens, which all prompts share."""
+    sample = made(number, tokens, side=side, width=width, tail=tail, controls=controls, channels=64)
+    return replace(
+        sample,
+        prompt_embed=sample.prompt_embed.bfloat16(),
+        empty_tail=sample.empty_tail.bfloat16(),
+        image_slots=tuple(range(5, 5 + controls)),
+    )
+
+
+def record_of(sample: Sample, recipe: Recipe = RECIPE) -> bytes:
+    return encode(sample, recipe.digest)
 
 
 def write_shards(folder: Path, count: int, tokens: int, shard_size: int) -> Iterator[tuple[Sample, bytes]]:

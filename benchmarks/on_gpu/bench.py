@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.state import AcceleratorState
 from measuring import Row
 from models import SIZES, Bench, Size, write_model, write_rows
-from samples import RECIPE, made, record_of
+from samples import RECIPE, RECIPE_21, made, made_newer, record_of
 
 from qie.config import Config
 from qie.pretrained import open_pretrained
@@ -28,8 +28,9 @@ from qie.training.model.blocks import KeptActivations
 from qie.training.processes import deterministic, open_accelerator
 from qie.training.run import Run
 from qie.types import Row as DataRow
+from qie.types import Sample
 
-from .table import Option
+from .table import NEWER, Option
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,8 @@ class Scale:
     Attributes:
         name: full or tiny.
         size: of the models and images.
-        texts: by the name that options use, the tokens of each sample's prompt in a batch.
+        texts: by the name that options use, the tokens of each sample's prompt in a batch; texts_21 of Qwen-Image-2.1,
+            which stores no tokens of images.
         tail: how many of them stand behind the image.
         warm_up, steps: of training, before the clock starts, two or more, and after.
         repeats: of short work, in a run.
@@ -54,30 +56,44 @@ class Scale:
     steps: int
     repeats: int
     rows: int
+    texts_21: Mapping[str, tuple[int, ...]]
 
-    @property
-    def blocks(self) -> int:
-        return int(self.size.transformer["num_layers"])
+    def blocks(self, family: str) -> int:
+        return int((self.size.newer if family == NEWER else self.size.transformer)["num_layers"])
 
 
 LENGTHS = 1398, 1391, 1404, 1388, 1411, 1395, 1402, 1385
 _SMALL = SIZES["small"]
 SCALES = {
     "full": Scale(
-        "full", SIZES["full"], {"one": (1398,), "four": (1398, 1385, 1410, 1392), "other": LENGTHS}, 29, 3, 6, 20, 40
+        "full",
+        SIZES["full"],
+        {"one": (1398,), "four": (1398, 1385, 1410, 1392), "other": LENGTHS},
+        29,
+        3,
+        6,
+        20,
+        40,
+        {"one": (89,), "four": (89, 76, 101, 83)},
     ),
     "tiny": Scale(
         "tiny",
-        replace(_SMALL, side_px=64, transformer=_SMALL.transformer | {"num_layers": 2, "num_attention_heads": 2}),
+        replace(
+            _SMALL,
+            side_px=64,
+            transformer=_SMALL.transformer | {"num_layers": 2, "num_attention_heads": 2},
+            newer=_SMALL.newer | {"num_layers": 2},
+        ),
         {"one": (16,), "four": (16, 14, 19, 15), "other": (16, 14, 19, 15)},
         8,
         warm_up=2,
         steps=1,
         repeats=1,
         rows=3,
+        texts_21={"one": (16,), "four": (16, 14, 19, 15)},
     ),
 }
-CONTROLS = {"edit": 1, "edit_plus": 3}
+CONTROLS = {"edit": 1, "edit_plus": 3, NEWER: 1}
 SAMPLES = 8
 CHECKED_BLOCKS = 2
 
@@ -112,14 +128,14 @@ class Place:
 
     def bench(self, option: Option, *, blocks: int | None = None) -> Bench:
         """A model of so many blocks, all by default, and samples for the option."""
-        blocks = blocks or self.scale.blocks
+        blocks = blocks or self.scale.blocks(option.family)
         made = self._at(f"{option.family} {blocks} {option.texts}")
         with _new(made.folder) as folder:
             if folder:
                 shutil.copytree(self._model(option.family), folder / "model")
                 config = folder / "model" / "transformer" / "config.json"
                 described = json.loads(config.read_text(encoding="utf-8"))
-                described |= {"num_layers": blocks, "zero_cond_t": option.family == "edit_plus"}
+                described |= {"num_layers": blocks} | ({"zero_cond_t": True} if option.family == "edit_plus" else {})
                 config.write_text(json.dumps(described), encoding="utf-8")
                 self._write_samples(folder / "shards", option)
         return made
@@ -150,14 +166,19 @@ class Place:
         return made.model
 
     def _write_samples(self, folder: Path, option: Option) -> None:
-        texts, size = self.scale.texts[option.texts], self.scale.size
-        width, side = size.text["hidden_size"], size.side_px // 8
+        newer, size = option.family == NEWER, self.scale.size
+        texts = (self.scale.texts_21 if newer else self.scale.texts)[option.texts]
+        width, side, make = size.text["hidden_size"], size.side_px // 8, cast(Callable[..., Sample], made)
+        if newer:
+            width, side, make = size.newer["context_in_dim"], size.side_px // 16, made_newer
+        tail, controls = self.scale.tail, CONTROLS[option.family]
         count = len(texts) if len(texts) > 1 else SAMPLES
-        with ShardWriter(folder, 0, count, RECIPE) as shard:
+        recipe = RECIPE_21 if newer else RECIPE
+        with ShardWriter(folder, 0, count, recipe) as shard:
             for number in range(count):
-                tokens, controls = texts[number % len(texts)], CONTROLS[option.family]
-                sample = made(number, tokens, side=side, width=width, tail=self.scale.tail, controls=controls)
-                shard.add(Entry.of(sample, DataRow(number, str(number), b"", (), "")), record_of(sample))
+                tokens = texts[number % len(texts)]
+                sample = make(number, tokens, side=side, width=width, tail=tail, controls=controls)
+                shard.add(Entry.of(sample, DataRow(number, str(number), b"", (), "")), record_of(sample, recipe))
             shard.publish()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+import diffusers
 import torch
 from accelerate.state import AcceleratorState
-from diffusers import QwenImageTransformer2DModel
 from measuring import Row, absolute
 from models import Bench
 
@@ -16,11 +16,13 @@ from qie.pretrained import open_pretrained
 from qie.stream_chooser import open_stream
 from qie.training.model.load import load_shift
 from qie.training.model.lora import add_lora
+from qie.training.model.training_forward import use_training_forward
 from qie.training.objective import Objective
 
 from .bench import CHECKED_BLOCKS, Found, Place, configured, opened_run
 from .table import OPTIONS, Option
 
+PER_SAMPLE = "train.draws_per_sample"
 Gradients = dict[str, torch.Tensor]
 KINDS = {"one": "default", "four": "four unequal texts", "three controls": "three controls"}
 """An option with samples of each kind."""
@@ -30,7 +32,7 @@ def plain(place: Place, kind: str) -> Found:
     """The error of diffusers and peft in bfloat16: what an option is measured by."""
     option = OPTIONS[KINDS[kind]]
     bench = place.bench(option, blocks=CHECKED_BLOCKS)
-    exact = reference(place, option.texts, option.family)
+    exact = reference(place, option.texts, option.family, 1)
     found = of_plain(bench, configured(bench, option), torch.bfloat16, list(exact))
     error = difference(mean(found), mean(exact))
     what = f"error of the gradients, diffusers and peft in bfloat16, {kind}"
@@ -52,7 +54,7 @@ def option(place: Place, name: str) -> Found:
             if weight.grad is not None
         }
         keys, loss = prepared.batch.keys, float(losses.mean())
-    exact = reference(place, chosen.texts, chosen.family)
+    exact = reference(place, chosen.texts, chosen.family, chosen.settings.get(PER_SAMPLE, 1))
     exact = {key: exact[key] for key in keys}
     rounded = of_plain(bench, configured(bench, chosen), torch.bfloat16, list(keys))
     error, usual = (difference(one, mean(exact)) for one in (gradients, mean(rounded)))
@@ -66,18 +68,20 @@ def option(place: Place, name: str) -> Found:
 
 
 @cache
-def reference(place: Place, texts: str, family: str) -> dict[str, Gradients]:
+def reference(place: Place, texts: str, family: str, draws: int) -> dict[str, Gradients]:
     """Of each sample by its key, in float32."""
-    option = Option(texts=texts, family=family)
+    option = Option({PER_SAMPLE: draws}, texts=texts, family=family)
     bench = place.bench(option, blocks=CHECKED_BLOCKS)
     return of_plain(bench, configured(bench, option), torch.float32)
 
 
 def of_plain(bench: Bench, config: Config, dtype: torch.dtype, keys: Sequence[str] = ()) -> dict[str, Gradients]:
-    """Gradients of diffusers' transformer with peft's adapter, one sample at a time; qie only draws the noise."""
+    """Gradients of diffusers' transformer with peft's adapter, one sample at a time; qie only draws the noise. Of
+    Qwen-Image-2.1 qie's own forward pass, the only one that takes text alone."""
     AcceleratorState._reset_state(True)
     pretrained = open_pretrained(str(bench.model), components=("transformer", "scheduler"))
-    transformer = QwenImageTransformer2DModel.from_pretrained(bench.model / "transformer", torch_dtype=dtype)
+    kind = getattr(diffusers, pretrained.family.transformer)
+    transformer = kind.from_pretrained(bench.model / "transformer", torch_dtype=dtype)
     transformer.requires_grad_(False)
     assert config.model.lora
     add_lora(transformer, config.model.lora, config.train.seed)
@@ -85,7 +89,11 @@ def of_plain(bench: Bench, config: Config, dtype: torch.dtype, keys: Sequence[st
     transformer.set_attention_backend("native")
     weights = {name: weight for name, weight in transformer.named_parameters() if weight.requires_grad}
     randomize(weights)
-    objective = Objective(config.loss, 0.0, config.train.seed, load_shift(pretrained), bench.device, dtype)
+    if pretrained.family.interleaved:
+        use_training_forward(transformer)
+    shift, draws = load_shift(pretrained), config.train.draws_per_sample
+    tokens = {"patch": pretrained.family.patch, "draws_per_sample": draws}
+    objective = Objective(config.loss, 0.0, config.train.seed, shift, bench.device, dtype, **tokens)
     found = {}
     for batch in open_stream([bench.folder / "shards"]):
         if keys and batch.keys[0] not in keys:

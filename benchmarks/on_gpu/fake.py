@@ -14,7 +14,7 @@ from measuring import ROOT
 from models import Bench, write_model
 
 from .bench import CONTROLS, SCALES, Place
-from .table import COMPILE, OPTIONS, Option
+from .table import COMPILE, NEWER, OPTIONS, Option
 
 BUDGET_BYTES = 0.9 * 85e9 - 0.6e9
 """Of an H100 of 80 GB, as memory_to_fill sees it: 85e9 bytes, less a tenth, less CUDA's context."""
@@ -36,12 +36,16 @@ def dry_run(names: list[str], blocks: int) -> Iterator[str]:
             yield "left out: a build of torch for CPUs needs a C++ compiler to believe in a GPU"
             return
         place = Place(folder, scale)
-        bench = Bench(folder, scale.size, place.device, 0, None)
-        write_model(bench)
+        models = {}
+        for family in {_released(OPTIONS[name].family) for name in names}:
+            bench = Bench(folder / family, scale.size, place.device, 0, None)
+            write_model(bench, family)
+            models[family] = bench.model
         library = build_belief(folder)
         for name in names:
             option = OPTIONS[name]
-            texts = scale.texts[option.texts]
+            family = _released(option.family)
+            texts = (scale.texts_21 if family == NEWER else scale.texts)[option.texts]
             more: dict[str, Any] = {"budget_bytes": BUDGET_BYTES}
             if option.kept:
                 more = {"kept": tuple("all" if share else 0 for share in option.kept)}
@@ -53,10 +57,16 @@ def dry_run(names: list[str], blocks: int) -> Iterator[str]:
                 (1024,) * CONTROLS[option.family],
                 text_tokens=texts if option.texts == "four" else texts[:1],
                 zero_cond_t=option.family == "edit_plus",
+                family=family,
                 **more,
             )
-            (found,) = measured([case], {"edit": bench.model}, library)
+            (found,) = measured([case], models, library)
             yield told(name, found)
+
+
+def _released(family: str) -> str:
+    """The family whose model is written for it."""
+    return "edit" if family == "edit_plus" else family
 
 
 def told(name: str, found: Any) -> str:

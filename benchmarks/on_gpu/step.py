@@ -95,8 +95,15 @@ def expected_of(setup: Setup, place: Place) -> dict[str, float]:
     Raises:
         MemoryError: the GPU has much less memory than that.
     """
-    tokens = setup.image_tokens, setup.text_tokens
-    flops = step_flops(setup.architecture, *tokens, all_trained=False, target_tokens=setup.target_tokens)
+    flops = step_flops(
+        setup.architecture,
+        setup.image_tokens,
+        setup.text_tokens,
+        all_trained=False,
+        target_tokens=setup.target_tokens,
+        controls=setup.controls,
+        draws=setup.draws,
+    )
     total = estimate(setup).total
     if place.gpu and total > 1.1 * (held := torch.cuda.get_device_properties(place.device).total_memory):
         raise MemoryError(f"left out: by the estimate it takes {total / 1e9:.1f} GB, and the GPU has {held / 1e9:.1f}")

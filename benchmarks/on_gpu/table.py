@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 SECTIONS = {
@@ -24,7 +25,7 @@ class Option:
     Attributes:
         settings: keys of the configuration; the value "all" is the number of blocks.
         texts: "one" sample a batch, always of one length; "other", each of another; "four" of unequal lengths a batch.
-        family: edit, or edit_plus with three controls, which are modulated at t = 0.
+        family: edit, qwen_image_21, or edit_plus with three controls, which are modulated at t = 0.
         limit: of the gradients' error, in errors of the plain loop; where the base is rounded, a share of the gradient.
         needs: "cuda" where a CPU has no such kernel.
         kept: the shares of blocks, and of attention's outputs, that are kept; None leaves it to the configuration.
@@ -74,6 +75,16 @@ OPTIONS = {
     "three controls": Option(family="edit_plus"),
     "three controls, compiled": Option(COMPILED, family="edit_plus"),
 }
+NEWER, DRAWS = "qwen_image_21", {"train.draws_per_sample": 4}
+if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42):  # which has its classes
+    OPTIONS |= {
+        "2.1": Option(family=NEWER),
+        "2.1, compiled": Option(COMPILED, family=NEWER),
+        "2.1, four draws": Option(DRAWS, family=NEWER),
+        "2.1, four draws, compiled": Option(DRAWS | COMPILED, family=NEWER),
+        "2.1, four samples": Option(texts="four", family=NEWER),
+        "2.1, four draws, offloaded": Option(DRAWS | {"train.offload_blocks": "all"}, family=NEWER),
+    }
 
 
 @dataclass(frozen=True)
