@@ -252,3 +252,15 @@ def test_what_training_cannot_do_is_one_error_before_weights_are_read(
         assert "this model has no prefix that several draws could share" in told
         assert "where:    train.draws_per_sample" in told and "data.batch_size" in told
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_source_without_controls_is_refused_for_an_edit_and_the_hint_names_the_family_that_takes_it(
+    tiny_edit: Path, photos: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(photos / "training_images", tmp_path / "alone" / "training_images")
+    (tmp_path / "rows.jsonl").write_text('{"target": "x.png", "prompt": "x"}\n')
+    (tmp_path / "config.yaml").write_text(f"model: {{pretrained_model_name_or_path: {tiny_edit}}}\n")
+    for source in ("alone", "rows.jsonl"):
+        result = run(precompute, "--config", tmp_path / "config.yaml", "--source", tmp_path / source)
+        assert result.exit_code == 2
+        assert "rows without controls are text-to-image, which Qwen-Image-2.1 alone is trained for" in result.output

@@ -228,7 +228,7 @@ class Tally:
     keys: list[bytes] = field(default_factory=list)
     skipped: list[tuple[str, Skipped]] = field(default_factory=list)
     sources: Counter[str] = field(default_factory=Counter)
-    shapes: Counter[Shape] = field(default_factory=Counter)
+    shapes: Counter[tuple[Shape, int]] = field(default_factory=Counter)  # with pixels per latent pixel
     tokens: Counter[int] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     tensor_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -249,7 +249,7 @@ class Tally:
         self.skipped_in[file.folder.url] += [(gone.row, gone.row + 1) for gone in index.skipped]
         self.skipped += [(str(file.with_suffix(".tar")), gone) for gone in index.skipped]
         self.sources.update([entry.source for entry in entries])
-        self.shapes.update([entry.shape for entry in entries])
+        self.shapes.update([(entry.shape, index.recipe.latent_scale) for entry in entries])
         self.tokens.update([entry.tokens for entry in entries])
         self.notes.update([note for entry in entries for note in entry.notes])
         self.clipped += [entry.clipped for entry in entries if entry.clipped]
@@ -268,9 +268,10 @@ class Tally:
         samples = len(self.keys)
         tensor_bytes = dict(sorted(self.tensor_bytes.items(), key=lambda item: -item[1]))
         buckets: Counter[str] = Counter()
-        scale = next((recipe.latent_scale for recipe in self.recipes.values()), 8)
-        for shape, count in self.shapes.items():
+        shapes: Counter[str] = Counter()
+        for (shape, scale), count in self.shapes.items():
             buckets[f"{shape.target[1] * scale}×{shape.target[0] * scale}"] += count
+            shapes[shape.in_pixels(scale)] += count
         return Summary(
             shards=len(self.shards),
             unhashed=self.unhashed,
@@ -284,7 +285,7 @@ class Tally:
             sources=dict(self.sources.most_common()),
             skipped=dict(Counter(gone.reason for _, gone in self.skipped).most_common()),
             skipped_rows=[(path, gone.row, gone.name, gone.reason) for path, gone in self.skipped],
-            shapes={shape.in_pixels(scale): count for shape, count in self.shapes.most_common()},
+            shapes=dict(shapes.most_common()),
             buckets=dict(buckets.most_common()),
             tokens=_percentiles(self.tokens),
             lengths=_histogram(self.tokens),

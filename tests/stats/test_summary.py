@@ -14,7 +14,7 @@ from qie.precompute.ranges import merged_ranges
 from qie.shards.discovery import find_indexes
 from qie.stats import Summary, summarise
 from qie.stores import LocalFolder, StoreError
-from tests.builders import make_recipe, make_sample, write_shard
+from tests.builders import RECIPE_21, make_recipe, make_sample, make_sample_21, write_shard
 
 
 def summary_of(*places: Path, verify: bool = False) -> Summary:
@@ -112,6 +112,15 @@ def test_recipes_that_are_mixed_are_a_fault_that_names_what_differs(shards: Path
 
     assert sorted(summary.recipes.values()) == [1, 2]
     assert len(summary.faults) == 1 and "multiple_px: 32 here, 16 there" in summary.faults[0]
+
+
+def test_of_families_that_are_mixed_each_has_its_own_pixels_to_a_latent_pixel(tmp_path: Path) -> None:
+    write_shard(tmp_path / "21", [make_sample_21(0, controls=()), make_sample_21(1)], recipe=RECIPE_21)
+    write_shard(tmp_path / "plus", [make_sample(2)], start=2)
+    for places in ((tmp_path / "21", tmp_path / "plus"), (tmp_path / "plus", tmp_path / "21")):
+        summary = summary_of(*places)
+        assert summary.shapes == {"96×64 px from text": 1, "96×64 px from 96×64": 1, "48×32 px from 48×32": 1}
+        assert summary.buckets == {"96×64": 2, "48×32": 1}
 
 
 def test_the_table_and_the_json_render_one_summary(shards: Path) -> None:

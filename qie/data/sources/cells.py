@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from qie.data.sources.resolve import named_bytes, readable
+from qie.data.sources.source import TEXT_TO_IMAGE
 from qie.errors import RowError, SourceError
 from qie.recipe import normal_prompt
 from qie.stores import Folder
@@ -127,7 +128,7 @@ def checked_roles(
             expected="one of " + ", ".join(names),
             found=", ".join(columns[:20]) + (f", … ({len(columns)} columns)" if len(columns) > 20 else "")
             or "no columns",
-            hint=hint or "rename a column",
+            hint=hint or f"rename a column{TEXT_TO_IMAGE if names is CONTROL else ''}",
         )
     return roles
 

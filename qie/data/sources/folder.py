@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from qie.data.sources.resolve import MAX_TEXT_BYTES, readable, row_bytes
+from qie.data.sources.source import TEXT_TO_IMAGE
 from qie.errors import RowError, SourceError
 from qie.image_formats import IMAGE_SUFFIXES
 from qie.recipe import normal_prompt
@@ -167,7 +168,8 @@ def _first_folder(root: Folder, names: tuple[str, ...]) -> Folder:
         where=root,
         expected=f"a folder {' or '.join(f'{name}/' for name in names)}",
         found=", ".join(found[:8]) or "an empty folder",
-        hint="to read a table, name the .csv, .jsonl, .parquet or .tar file itself",
+        hint="to read a table, name the .csv, .jsonl, .parquet or .tar file itself"
+        + (TEXT_TO_IMAGE if names is CONTROL_FOLDERS else ""),
     )
 
 

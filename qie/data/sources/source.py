@@ -9,6 +9,9 @@ from typing import Any, Protocol
 from qie.errors import SourceError
 from qie.types import Row
 
+TEXT_TO_IMAGE = "; rows without controls are text-to-image, which Qwen-Image-2.1 alone is trained for"
+"""For hints, where controls are missing."""
+
 
 class Source(Protocol):
     """Rows by index. The order is fixed: the same source opened anywhere gives the same row for an index.
