@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from qie.training.model.blocks import checkpoint_activations
 from qie.training.model.dual_stream import predict_target
 from qie.training.model.single_stream import predict_targets
 from qie.training.model.training_forward import use_training_forward
+from qie.training.reporting.metrics import Speed
 from tests.training.small import GRIDS, IMAGE_TOKENS, LORA_TARGETS, inputs, small_config, small_transformer
 
 REAL = Architecture(60, 24, 128, 64, 64, 3584)
@@ -162,6 +164,19 @@ def test_four_draws_that_share_text_and_controls_cost_less_than_four_samples(con
     assert counted[4][0] <= share * 4 * plain[0]
     assert sum(counted[4]) <= (share + 0.005) * 4 * sum(plain)
     assert sum(counted[4]) <= (share + 0.015) * 4 * sum(counted[1])  # in qie, whose last block is lean in any case
+
+
+class Batch(SimpleNamespace):
+    def __len__(self) -> int:
+        return len(self.pixel_latent)
+
+
+def test_mfu_counts_the_draws_of_each_sample() -> None:
+    with torch.device("meta"):
+        latent, text = torch.empty(2, 64, 1, 64, 64), torch.empty(2, 89, 4096)
+    batch = Batch(pixel_latent=latent, control_latent=(latent, latent), prompt_embed=text)
+    sizes = {"all_trained": False, "target_tokens": 4096, "controls": 2, "draws": 4}
+    assert Speed(SINGLE, False, None, 4).flops(batch) == 2 * step_flops(SINGLE, 3 * 4096, 89, **sizes).model
 
 
 def test_draws_of_a_sample_share_all_but_their_targets() -> None:
