@@ -48,14 +48,14 @@ class Bench:
     folder: Path
 
     @classmethod
-    def make(cls, folder: Path, model: Path, photos: Path, encoder: Any) -> Bench:
-        """With shards of `ROWS` photographs; two are kept out of training.
+    def make(cls, folder: Path, model: Path, photos: Path, encoder: Any, rows: int = ROWS) -> Bench:
+        """With shards of so many photographs; two are kept out of training.
 
         Of a family that takes rows without controls, they are those of `mixed_rows`, drawn twice in a step.
         """
         family, draws = FAMILIES[encoder.recipe.family], 1
         if family.min_controls:
-            precompute(open_source(photos), encoder, folder / "shards", rows=(0, ROWS))
+            precompute(open_source(photos), encoder, folder / "shards", rows=(0, rows))
         else:
             source, draws = open_source(mixed_rows(photos, folder / "rows"), text_to_image=True), 2
             assert precompute(source, encoder, folder / "shards", rows=(0, 12), shard_size=5).encoded == 12
