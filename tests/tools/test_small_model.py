@@ -84,7 +84,7 @@ def test_at_its_start_the_transformer_copies_the_control(tools: Any, monkeypatch
     prompt = torch.randn(2, 7, tool.TEXT_WIDTH, generator=generator)
 
     class Batch:
-        control_latent = (control,)
+        control_latent, image_slots = (control,), None
 
         def __len__(self) -> int:
             return 2
