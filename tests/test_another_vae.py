@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from qie.config import Config
 from qie.data.sources import open_source
+from qie.encode.another_vae import same_encoder
 from qie.encode.options import EncoderOptions, config_key, known_fields
-from qie.encode.vae import same_encoder
 from qie.errors import ModelError
 from qie.from_config import open_encoder, open_predictor
 from qie.html_report.decoding import VaeDecoder

@@ -11,8 +11,8 @@ import torch
 
 from qie.config import Config
 from qie.devices import resolve_dtype
+from qie.encode.another_vae import same_encoder
 from qie.encode.images import MAX_IMAGE_PX, Size, resampling_digest
-from qie.encode.vae import same_encoder
 from qie.errors import ConfigError
 from qie.families import Family, template_digest
 from qie.pretrained import PretrainedModel, content_hash, processor_hash

@@ -12,15 +12,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d, QwenImageRMS_norm
-from safetensors import safe_open
 from torch import nn
 
-from qie.pretrained import loading, read_json
+from qie.pretrained import loading
 
 PROBE_PX = 32
 PROBE_TOLERANCE = 1e-4
@@ -86,29 +84,6 @@ class VaeEncoder:
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         mode = self._moments(pixels.unsqueeze(2)).chunk(2, dim=1)[0]
         return (mode - self._mean) / self._std
-
-
-def same_encoder(one: Path, other: Path) -> bool:
-    """Whether the VAEs in two folders encode alike: their settings, but for the decoder's, and the encoder's weights
-    are equal, in whatever precision they are stored."""
-    settings = [
-        {name: value for name, value in read_json(folder / "config.json").items() if name[0] != "_"}
-        for folder in (one, other)
-    ]
-    if any(settings[0].get(name) != settings[1].get(name) for name in set().union(*settings) if "decoder" not in name):
-        return False
-    mine, theirs = _encoder_weights(one), _encoder_weights(other)
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(file.get_tensor(name).float(), theirs[name].get_tensor(name).float()) for name, file in mine.items()
-    )
-
-
-def _encoder_weights(folder: Path) -> dict[str, Any]:
-    """The files that hold them, by their names."""
-    with loading(folder):
-        files: list[Any] = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
-    named = [(name, file) for file in files for name in list(file.keys())]
-    return {name: file for name, file in named if name.startswith(("encoder.", "quant_conv."))}
 
 
 class _FrameConv(nn.Conv2d):
