@@ -1,11 +1,11 @@
 """The work between products in a block of the transformer: kernels, and the bytes that they move.
 
-    python benchmarks/traffic.py [--heads 8]
+    python benchmarks/traffic.py [--heads 8] [--models edit 2511 2.1]
 
 Counted, not timed: a middle block, one control, a LoRA of rank 16 on four targets, bfloat16. The unit is a number of
 the block's width for each token, so that counts hold for any width. Operation by operation, each reads its inputs and
 writes its outputs; views are left out, and so are products and attention. Compiled, they are those of the kernels that
-inductor makes for a CPU, which fuses as for a GPU but for its loops. It takes five minutes, in which it compiles.
+inductor makes for a CPU, which fuses as for a GPU but for its loops. It takes eight minutes, in which it compiles.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import diffusers
 import torch
-from diffusers import QwenImageTransformer2DModel
 from measuring import Results, Row, absolute, figure
 from measuring import parser as common
 from models import quiet
@@ -30,10 +30,13 @@ from torch.utils._pytree import tree_leaves
 
 from qie.training.model.dual_stream import predict_target
 from qie.training.model.lora import round_adapters
+from qie.training.model.single_stream import predict_targets
 from qie.training.model.training_forward import use_training_forward
 
+MODELS = ["edit", "2511", "2.1"]
 HEAD_WIDTH, SIDE, TEXT, BLOCK = 128, 24, 192, 1
-TOKENS = 2 * SIDE**2 + TEXT
+TEXT_21 = 12
+"""Of a text that is stored without its images, as short beside them as in a sample of 1024²."""
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "_flash", "linear")
 MADE = ("empty", "detach", "_unsafe_view", "alias", "empty_like")
 
@@ -75,12 +78,16 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def transformer_of(heads: int, *, blocks: int, own: bool, zero_cond_t: bool) -> QwenImageTransformer2DModel:
+def transformer_of(heads: int, *, blocks: int, own: bool, model: str) -> Any:
     """A transformer as a training step has it, with qie's forward pass or diffusers' own."""
     torch.manual_seed(0)
-    transformer = QwenImageTransformer2DModel(
-        num_layers=blocks, num_attention_heads=heads, joint_attention_dim=64, zero_cond_t=zero_cond_t
-    )
+    sizes = {"num_layers": blocks, "num_attention_heads": heads}
+    if model == "2.1":
+        transformer = diffusers.QwenImage21Transformer2DModel(**sizes, context_in_dim=64)
+    else:
+        transformer = diffusers.QwenImageTransformer2DModel(
+            **sizes, joint_attention_dim=64, zero_cond_t=model == "2511"
+        )
     transformer.to(torch.bfloat16).requires_grad_(False).train()
     targets = ["to_q", "to_k", "to_v", "to_out.0"]
     transformer.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=targets, init_lora_weights=False))
@@ -92,20 +99,46 @@ def transformer_of(heads: int, *, blocks: int, own: bool, zero_cond_t: bool) -> 
     return transformer
 
 
-def predicted(transformer: QwenImageTransformer2DModel) -> torch.Tensor:
+def tokens_of(model: str) -> int:
+    return 2 * SIDE**2 + (TEXT_21 if model == "2.1" else TEXT)
+
+
+def predicted(transformer: Any, *, own: bool, model: str) -> torch.Tensor:
+    if model == "2.1":
+        return predicted_21(transformer, own)
     tokens = torch.randn(1, 2 * SIDE**2, 64, dtype=torch.bfloat16)
     text = torch.randn(1, TEXT, 64, dtype=torch.bfloat16)
     timestep = torch.tensor([0.5], dtype=torch.bfloat16)
     return predict_target(transformer, tokens, timestep, text, [TEXT], [(1, SIDE, SIDE)] * 2)
 
 
-def eager(heads: int, **kind: bool) -> Counted:
+def predicted_21(transformer: Any, own: bool) -> torch.Tensor:
+    """With one draw; diffusers' forward pass takes the text with places for its image, 4 tokens of the image each."""
+    target, control = (torch.randn(1, SIDE**2, 64, dtype=torch.bfloat16) for _ in range(2))
+    timestep, grids, slot = torch.tensor([0.5], dtype=torch.bfloat16), [(1, SIDE, SIDE)] * 2, 9
+    if own:
+        text = torch.randn(1, TEXT_21, 64, dtype=torch.bfloat16)
+        return predict_targets(transformer, target, timestep, [control], text, [TEXT_21], [slot], grids)
+    places = torch.zeros(1, TEXT_21 + SIDE**2 // 2, dtype=torch.bool)
+    places[0, slot : slot + SIDE**2 // 4] = places[0, -(SIDE**2) // 4 :] = True
+    found = transformer(
+        hidden_states=torch.cat([control, target], dim=1),
+        encoder_hidden_states=torch.randn(1, TEXT_21 + SIDE**2 // 4, 64, dtype=torch.bfloat16),
+        timestep=timestep,
+        img_shapes=[grids],
+        img_mask=places,
+        return_dict=False,
+    )[0]
+    return found[:, -(SIDE**2) :]  # type: ignore[no-any-return]
+
+
+def eager(heads: int, **kind: Any) -> Counted:
     """What one block more adds."""
     found = []
     for blocks in (3, 4):
         transformer, passes = transformer_of(heads, blocks=blocks, **kind), (Operations(), Operations())
         with passes[0]:
-            prediction = predicted(transformer)
+            prediction = predicted(transformer, **kind)
         with passes[1]:
             prediction.float().sum().backward()  # type: ignore[no-untyped-call]
         found.append([(one.kernels, one.moved) for one in passes])
@@ -113,7 +146,7 @@ def eager(heads: int, **kind: bool) -> Counted:
     return Counted((forward[0], backward[0]), (forward[1], backward[1]))
 
 
-def compiled(heads: int, **kind: bool) -> Counted:
+def compiled(heads: int, **kind: Any) -> Counted:
     """Of the kernels of a middle block, compiled as qie does."""
     transformer, graphs, compile_to_module = (
         transformer_of(heads, blocks=3, **kind),
@@ -132,7 +165,7 @@ def compiled(heads: int, **kind: bool) -> Counted:
     block.forward = torch.compile(block.forward, fullgraph=True)
     patched = mock.patch.object(GraphLowering, "compile_to_module", counts)
     with patched, inductor.patch(force_disable_caches=True):
-        predicted(transformer).float().sum().backward()  # type: ignore[no-untyped-call]
+        predicted(transformer, **kind).float().sum().backward()  # type: ignore[no-untyped-call]
     forward, backward = graphs
     return Counted((forward[0], backward[0]), (forward[1], backward[1]))
 
@@ -153,7 +186,8 @@ def row(key: str, what: str, ours: Counted, theirs: Counted, unit: int) -> Row:
 
 def parser() -> argparse.ArgumentParser:
     made = common(__doc__, runs=1)
-    made.add_argument("--heads", type=int, default=8, help="of 128, of the released 24 (%(default)s)")
+    made.add_argument("--heads", type=int, default=8, help="of 128, of the released 24 or 32 (%(default)s)")
+    made.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     return made
 
 
@@ -161,12 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     quiet()
     results = Results(__file__, options, arguments)
-    unit = options.heads * HEAD_WIDTH * TOKENS * 2
-    for zero_cond_t in (False, True):
-        name = "2511" if zero_cond_t else "edit"
-        theirs = eager(options.heads, own=False, zero_cond_t=zero_cond_t)
+    for name in options.models:
+        unit = options.heads * HEAD_WIDTH * tokens_of(name) * 2
+        theirs = eager(options.heads, own=False, model=name)
         for how, count in (("qie", eager), ("qie, compiled", compiled)):
-            ours = count(options.heads, own=True, zero_cond_t=zero_cond_t)
+            ours = count(options.heads, own=True, model=name)
             results.add(row(f"{how} {name}", f"work between products in a block of {name}, {how}", ours, theirs, unit))
     results.save()
 

@@ -115,7 +115,7 @@ def test_encoders_compare_windows_and_patches_in_their_true_width_with_transform
 
 def test_traffic_counts_less_between_products_in_a_block_of_qie_s_forward_pass_than_in_diffusers_own() -> None:
     traffic = script("traffic.py")
-    theirs, ours = (traffic.eager(1, own=own, zero_cond_t=False) for own in (False, True))
+    theirs, ours = (traffic.eager(1, own=own, model="edit") for own in (False, True))
     assert all(mine < yours for mine, yours in zip(ours.moved, theirs.moved, strict=True))
     assert_well_formed(
         [replace(traffic.row("qie edit", "work", ours, theirs, 1), command="python benchmarks/traffic.py")]
