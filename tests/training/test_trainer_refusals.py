@@ -320,12 +320,16 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unknown_attention_backend_is_refused_before_weights_are_read(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [("nativ", "no such attention backend"), ("flex", "FlexAttention has no backward pass on a CPU")],
+)
+def test_an_attention_backend_that_cannot_train_here_is_refused_before_weights_are_read(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, why: str
 ) -> None:
     monkeypatch.setattr(QwenImageTransformer2DModel, "from_pretrained", None)
-    message = bench.train(tmp_path / "run", model__attention_backend="nativ", code=2).stderr
-    assert "no such attention backend" in message and "native" in message
+    message = bench.train(tmp_path / "run", model__attention_backend=backend, code=2).stderr
+    assert why in message and "native" in message
     assert not (tmp_path / "run").exists()
 
 

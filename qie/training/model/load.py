@@ -56,7 +56,7 @@ def load_transformer(
     if fp8_compute:
         require_fp8_products(device or torch.device("cpu"))
     if attention_backend is not None:
-        _check_attention_backend(attention_backend)
+        _check_attention_backend(attention_backend, device)
     folder = pretrained.component("transformer")
     with loading(folder):
         kind = getattr(diffusers, pretrained.family.transformer)
@@ -75,7 +75,14 @@ def load_transformer(
     return transformer
 
 
-def _check_attention_backend(name: str) -> None:
+def _check_attention_backend(name: str, device: torch.device | None) -> None:
+    if name == "flex" and device is not None and device.type == "cpu":
+        raise ConfigError(
+            "FlexAttention has no backward pass on a CPU",
+            where="model.attention_backend",
+            expected="native",
+            found=name,
+        )
     names = [backend.value for backend in AttentionBackendName if "sage" not in backend.value]
     # Those of the hub are programs that are downloaded to be run.
     names = [other for other in names if not other.endswith("_hub")]
