@@ -7,13 +7,16 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import peft
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageEditPipeline, QwenImageTransformer2DModel
 from diffusers.training_utils import cast_training_params, compute_density_for_timestep_sampling
-from models import PROMPT, Bench
+from models import NEWER, PROMPT, Bench
 from PIL import Image
+from samples import SLOT
 from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -22,10 +25,13 @@ from qie.stream_chooser import open_stream
 
 
 @contextmanager
-def plain_loop(bench: Bench, live: bool) -> Iterator[Callable[[], None]]:
-    """The training script of diffusers in short: as fast as it gets without changing how it works."""
-    accelerator, pipe = bench.accelerator(), QwenImageEditPipeline
-    transformer = QwenImageTransformer2DModel.from_pretrained(bench.model / "transformer", torch_dtype=torch.bfloat16)
+def plain_loop(bench: Bench, live: bool, newer: bool = False) -> Iterator[Callable[[], None]]:
+    """The training script of diffusers in short: as fast as it gets without changing how it works. `newer`: for
+    Qwen-Image-2.1, on samples."""
+    accelerator = bench.accelerator()
+    kind = getattr(diffusers, NEWER) if newer else QwenImageTransformer2DModel
+    packed, predicted = (packed_newer, predicted_newer) if newer else (packed_older, predicted_older)
+    transformer = kind.from_pretrained(bench.model / "transformer", torch_dtype=torch.bfloat16)
     transformer.requires_grad_(False)
     transformer.to(accelerator.device)
     transformer.set_attention_backend("native")  # the default, unless a variant before set another
@@ -40,26 +46,72 @@ def plain_loop(bench: Bench, live: bool) -> Iterator[Callable[[], None]]:
 
     def step() -> None:
         target, control, prompt, mask = next(inputs)
-        _, channels, _, height, width = target.shape
         sigma = compute_density_for_timestep_sampling("logit_normal", 1, 0.0, 1.0).to(target)
         noise = torch.randn_like(target)
-        parts = ((1 - sigma) * target + sigma * noise, control, noise - target)
-        noisy, beside, wanted = (pipe._pack_latents(part, 1, channels, height, width) for part in parts)
-        predicted = model(
-            hidden_states=torch.cat([noisy, beside], dim=1),
-            timestep=sigma,
-            encoder_hidden_states=prompt,
-            encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, height // 2, width // 2)] * 2],
-            return_dict=False,
-        )[0][:, : noisy.shape[1]]
-        accelerator.backward(torch.nn.functional.mse_loss(predicted.float(), wanted.float()))
+        noisy, beside, wanted = map(packed, ((1 - sigma) * target + sigma * noise, control, noise - target))
+        found = predicted(model, noisy, beside, sigma, prompt, mask, (target.shape[-2], target.shape[-1]))
+        accelerator.backward(torch.nn.functional.mse_loss(found.float(), wanted.float()))
         accelerator.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
     yield step
     accelerator.free_memory()
+
+
+def packed_older(latent: torch.Tensor) -> torch.Tensor:
+    _, channels, _, height, width = latent.shape
+    tokens: torch.Tensor = QwenImageEditPipeline._pack_latents(latent, 1, channels, height, width)
+    return tokens
+
+
+def packed_newer(latent: torch.Tensor) -> torch.Tensor:
+    return latent.flatten(2).transpose(1, 2)
+
+
+def predicted_older(
+    model: Callable[..., Any],
+    noisy: torch.Tensor,
+    beside: torch.Tensor,
+    sigma: torch.Tensor,
+    prompt: torch.Tensor,
+    mask: torch.Tensor | None,
+    size: tuple[int, int],
+) -> torch.Tensor:
+    found: torch.Tensor = model(
+        hidden_states=torch.cat([noisy, beside], dim=1),
+        timestep=sigma,
+        encoder_hidden_states=prompt,
+        encoder_hidden_states_mask=mask,
+        img_shapes=[[(1, size[0] // 2, size[1] // 2)] * 2],
+        return_dict=False,
+    )[0]
+    return found[:, : noisy.shape[1]]
+
+
+def predicted_newer(
+    model: Callable[..., Any],
+    noisy: torch.Tensor,
+    beside: torch.Tensor,
+    sigma: torch.Tensor,
+    prompt: torch.Tensor,
+    _: torch.Tensor | None,
+    size: tuple[int, int],
+) -> torch.Tensor:
+    """A place of an image among the text stands for four of its tokens, whatever its embedding."""
+    places = noisy.shape[1] // 4
+    embeds = torch.cat([prompt[:, :SLOT], prompt.new_zeros(1, places, prompt.shape[2]), prompt[:, SLOT:]], dim=1)
+    is_image = torch.zeros(1, embeds.shape[1] + places, dtype=torch.bool, device=noisy.device)
+    is_image[:, SLOT : SLOT + places] = is_image[:, -places:] = True
+    found: torch.Tensor = model(
+        hidden_states=torch.cat([beside, noisy], dim=1),
+        timestep=sigma,
+        encoder_hidden_states=embeds,
+        img_shapes=[[(1, *size)] * 2],
+        img_mask=is_image,
+        return_dict=False,
+    )[0]
+    return found[:, -noisy.shape[1] :]
 
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]

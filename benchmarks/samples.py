@@ -21,6 +21,8 @@ IMAGE_TOKENS = 1369
 """What Qwen2.5-VL makes of an image of 1024², which is resized to 1036²."""
 TAIL, NULL = 29, 5
 """Tokens behind the images: of the prompt, and of the null prompt."""
+SLOT = 5
+"""Of Qwen-Image-2.1, tokens before the first control."""
 SAME = "0" * 64
 RECIPE = Recipe("edit", SAME, SAME, SAME, SAME, (1024 * 1024,), None, "float32", "float32", SAME, SAME)
 RECIPE_21 = replace(RECIPE, family="qwen_image_21", prompt_dtype="bfloat16")
@@ -64,7 +66,7 @@ def made_newer(number: int, tokens: int, *, side: int, width: int, tail: int, co
         sample,
         prompt_embed=sample.prompt_embed.bfloat16(),
         empty_tail=sample.empty_tail.bfloat16(),
-        image_slots=tuple(range(5, 5 + controls)),
+        image_slots=tuple(range(SLOT, SLOT + controls)),
     )
 
 

@@ -224,6 +224,8 @@ def finished(**machine) -> list[dict]:
         line("step default", rows=[], error="out of memory"),
         line("step default", absolute("step default", "a training step, qie", [1.0, 0.9, 1.1], " s", detail="40 GB")),
         line("step compiled", rows=[], error="Error: a | b"),
+        line("step plain 2.1", absolute("step plain 2.1", "a training step, plain, 2.1", [1.0], " s")),
+        line("step 2.1, four draws", absolute("step 2.1, four draws", "a training step, four draws", [2.0], " s")),
         line("encode rows", absolute("encode", "encoding by qie-precompute", [12.0], " rows/s")),
         line("encode rows plain", absolute("encode plain", "encoding by diffusers", [4.0], " rows/s")),
     ]
@@ -236,6 +238,7 @@ def test_a_finished_file_becomes_rows_of_the_docs_and_what_was_not_measured_is_t
     file.write_text("".join(json.dumps(one) + "\n" for one in finished()))
     with mock.patch("run.write", lambda data, place: written.append(data)):
         assert gpu.main(["--take", str(file)]) == 0
+    from on_gpu.table import OPTIONS
     from run import SCRIPTS
     from tables import INDEX, PAGE, README, compared
 
@@ -245,6 +248,11 @@ def test_a_finished_file_becomes_rows_of_the_docs_and_what_was_not_measured_is_t
         "| a training step, qie | a plain loop of diffusers and peft, all blocks checkpointed | **2.00× as fast** |"
         in page
     )
+    if "2.1" in OPTIONS:
+        expected = (
+            "| a training step, four draws | 4 steps of a plain loop of diffusers and peft, all blocks checkpointed |"
+        )
+        assert f"{expected} **2.00× as fast** |" in page
     assert "| 1.73 to 2.33 | 3 | 1.00 s, peer 2.00 s; 40 GB |" in page
     assert "| step compiled | – | not measured |  |  | Error: a / b |" in page
     assert "| check default | – | not measured |  |  | no time |" in page and "| machine |" not in page

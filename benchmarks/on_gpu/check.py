@@ -20,9 +20,8 @@ from qie.training.model.training_forward import use_training_forward
 from qie.training.objective import Objective
 
 from .bench import CHECKED_BLOCKS, Found, Place, configured, opened_run
-from .table import OPTIONS, Option
+from .table import OPTIONS, PER_SAMPLE, Option
 
-PER_SAMPLE = "train.draws_per_sample"
 Gradients = dict[str, torch.Tensor]
 KINDS = {"one": "default", "four": "four unequal texts", "three controls": "three controls"}
 """An option with samples of each kind."""

@@ -24,7 +24,7 @@ from qie.training.memory import Setup, estimate, recomputation
 from qie.training.roofline import step_time
 
 from .bench import Found, Place, opened_run
-from .table import OPTIONS, Option
+from .table import NEWER, OPTIONS, Option
 
 STEPS_S = 12
 """Steps that take longer are fewer, but three."""
@@ -49,11 +49,12 @@ def _driver() -> str:
         return str(error)
 
 
-def plain(place: Place) -> Found:
-    bench = place.bench(Option())
-    with plain_loop(bench, live=False) as step:
-        values = timed(step, place) | {"model_flop": bench.flops(False, plain=True).model}
-    return Found([row("step plain", "plain loop of diffusers and peft", values, told(values, place))], values)
+def plain(place: Place, name: str, family: str) -> Found:
+    bench, newer = place.bench(Option(family=family)), family == NEWER
+    with plain_loop(bench, live=False, newer=newer) as step:
+        values = timed(step, place) | {"model_flop": bench.flops(False, plain=not newer).model}
+    what = f"plain loop of diffusers and peft{', Qwen-Image-2.1' if newer else ''}"
+    return Found([row(name, what, values, told(values, place))], values)
 
 
 def option(place: Place, name: str) -> Found:

@@ -75,7 +75,10 @@ OPTIONS = {
     "three controls": Option(family="edit_plus"),
     "three controls, compiled": Option(COMPILED, family="edit_plus"),
 }
-NEWER, DRAWS = "qwen_image_21", {"train.draws_per_sample": 4}
+NEWER, PER_SAMPLE = "qwen_image_21", "train.draws_per_sample"
+DRAWS = {PER_SAMPLE: 4}
+PLAIN = {"step plain": "edit", "step plain 2.1": NEWER}
+"""Steps of the plain loop, and the family of each."""
 if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42):  # which has its classes
     OPTIONS |= {
         "2.1": Option(family=NEWER),
@@ -140,7 +143,9 @@ def _checks() -> list[Measurement]:
 
 
 def _steps() -> list[Measurement]:
-    found = [Measurement("step plain", 2, "step.plain", limit_s=120)]
+    families = {option.family for option in OPTIONS.values()}
+    plain = {name: family for name, family in PLAIN.items() if family in families}
+    found = [Measurement(name, 2, "step.plain", (name, family), 120) for name, family in plain.items()]
     for name, option in OPTIONS.items():
         slow = COMPILE in option.settings or option.texts == "four"
         alone = "train.deterministic" in option.settings

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from measuring import Row, figure
 
 from .process import Line
-from .table import MEASUREMENTS, OPTIONS
+from .table import MEASUREMENTS, OPTIONS, PER_SAMPLE, PLAIN
 
 LOOP = "a plain loop of diffusers and peft, all blocks checkpointed"
 
@@ -44,12 +45,18 @@ def taken(lines: Sequence[Line], command: str) -> dict[str, Any]:
 def beside_plain(rows: dict[str, Row]) -> dict[str, Row]:
     """Steps on the same samples as the plain loop's, and encoding, as ratios to it; the others as they are."""
     found = dict(rows)
-    alike = [f"step {name}" for name, option in OPTIONS.items() if option.texts == "one" and option.family == "edit"]
-    if plain := rows.get("step plain"):
-        found |= {key: ratio(rows[key], plain, LOOP) for key in alike if key in rows}
+    for name, option in OPTIONS.items():
+        peers = [rows[key] for key, family in PLAIN.items() if family == option.family and key in rows]
+        if peers and option.texts == "one" and (key := f"step {name}") in rows:
+            draws = option.settings.get(PER_SAMPLE, 1)
+            found[key] = ratio(rows[key], times(peers[0], draws), LOOP if draws == 1 else f"{draws} steps of {LOOP}")
     if (plain := rows.get("encode plain")) and "encode" in rows:
         found["encode"] = ratio(rows["encode"], plain, "diffusers' pipeline, row by row", rates=True)
     return found
+
+
+def times(row: Row, count: int) -> Row:
+    return replace(row, value=count * row.value, low=count * row.low, high=count * row.high)
 
 
 def ratio(row: Row, peer: Row, name: str, *, rates: bool = False) -> Row:
