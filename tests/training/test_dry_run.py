@@ -220,6 +220,14 @@ def test_more_draws_than_memory_has_room_for_are_refused_with_fewer(newer: Setup
     ]
 
 
+def test_a_token_of_qwen_image_21_is_a_latent_pixel_and_rows_have_any_number_of_controls(told) -> None:
+    stream = stream_of((1024, 1024, 89), (1024, 1024, 80))
+    stream.samples.columns.shape_names[1].controls.clear()
+    found = told(stream=stream, family="qwen_image_21")
+    assert (*tokens_of(found.setup), found.setup.controls) == (2 * 4096, 4096, 89, 1)
+    assert (*tokens_of(found.mean), found.mean.controls) == (3 * 2048, 4096, 84, 0.5)
+
+
 def test_a_draw_more_takes_less_time_than_a_sample_more(newer: Setup) -> None:
     one, four = (step_time(replace(newer, draws=draws), H100) for draws in (1, 4))
     assert 0.6 < (four.total - four.optimizer) / (4 * (one.total - one.optimizer)) < 0.7
