@@ -99,6 +99,10 @@ class GrowingSamples:
         return self._there.masked
 
     @property
+    def distant(self) -> bool:
+        return self._there.distant
+
+    @property
     def _there(self) -> ShardSet:
         assert self._shards is not None, "wait for the first shard before"
         return self._shards

@@ -207,6 +207,10 @@ class LiveSamples:
     def masked(self) -> bool:
         return any(facts.masked for facts in self.known.facts)
 
+    @property
+    def distant(self) -> bool:
+        return False
+
     @cached_property
     def _stored_at(self) -> dict[str, int]:
         """Where samples lie in `stored`, by key."""

@@ -30,6 +30,8 @@ from qie.threads import submit
 from qie.types import Batch, Sample
 
 _END = PlannedBatch((), ())
+REQUESTS = 16
+"""Samples of a stream that are asked of a store at once: they fill a link of 1 GB/s at 160 ms for 10 MB each."""
 
 
 class Samples(Protocol):
@@ -52,6 +54,10 @@ class Samples(Protocol):
     @property
     def masked(self) -> bool:
         """Whether a sample has a loss mask."""
+
+    @property
+    def distant(self) -> bool:
+        """Whether `fetch` mostly waits, for a store: then many may wait at once."""
 
     def fetch(self, position: int) -> Sample:
         """The sample at a position; called from several threads."""
@@ -246,7 +252,11 @@ class Stream(IterableDataset[Batch]):
                 "a stream cannot be used in DataLoader workers: each would yield every batch",
                 hint="set num_workers=0: the stream itself prepares batches ahead",
             )
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="qie-stream") as pool:
+        # The inner one ends first: batches that are being prepared get what they asked for.
+        with (
+            ThreadPoolExecutor(REQUESTS, thread_name_prefix="qie-request") as requests,
+            ThreadPoolExecutor(self.threads, thread_name_prefix="qie-stream") as pool,
+        ):
             ahead: deque[Future[Batch]] = deque()
             upcoming = self._iter_planned(endless)
             ended = False
@@ -257,7 +267,7 @@ class Stream(IterableDataset[Batch]):
                         ended = planned is _END
                         if planned is None or ended:
                             break
-                        ahead.append(submit(pool, self.load, planned))
+                        ahead.append(submit(pool, self.load, planned, requests))
                     if ahead:
                         batch = ahead.popleft().result()
                         self._advance()
@@ -280,9 +290,14 @@ class Stream(IterableDataset[Batch]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def load(self, planned: PlannedBatch) -> Batch:
-        """The batch of a plan's entry."""
-        fetched = {position: self._fetch(position) for position in dict.fromkeys(planned.positions)}
+    def load(self, planned: PlannedBatch, requests: ThreadPoolExecutor | None = None) -> Batch:
+        """The batch of a plan's entry. Samples that lie in a store are asked for at once, by the pool `requests`."""
+        positions = list(dict.fromkeys(planned.positions))
+        if requests and len(positions) > 1 and self.samples.distant:
+            asked = [submit(requests, self._fetch, position) for position in positions]
+            fetched = dict(zip(positions, (request.result() for request in asked), strict=True))
+        else:
+            fetched = {position: self._fetch(position) for position in positions}
         return collate([fetched[position] for position in planned.positions], planned, pinned=self.pinned)
 
     def _fetch(self, position: int) -> Sample:

@@ -43,6 +43,11 @@ class Tar:
         """Where it lies on a local disk; None elsewhere. Asked for with every record."""
         return self.file.path
 
+    @property
+    def distant(self) -> bool:
+        """Whether each read is a request to a store."""
+        return self.path is None and self.cache is None
+
     @cached_property
     def name(self) -> str:
         """Its path or URL, for messages."""

@@ -114,6 +114,11 @@ class ShardSet:
         return bool(self.table.masked.any())
 
     @cached_property
+    def distant(self) -> bool:
+        """Whether samples are requests to a store, which wait more than they work."""
+        return any(tar.distant for tar in self._tars)
+
+    @cached_property
     def keys(self) -> list[str]:
         return [self.table.key(position) for position in range(len(self))]
 

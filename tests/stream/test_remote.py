@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,10 +22,11 @@ from qie.errors import QieError
 from qie.shards.cache import ShardCache
 from qie.shards.compact_index import COMPACT_NAME, write_compact
 from qie.shards.discovery import find_indexes
-from qie.shards.shard_set import compacted
+from qie.shards.shard_set import ShardSet, compacted
 from qie.stats import summarise
 from qie.stores import open_folder
 from qie.stream_chooser import open_stream
+from qie.types import Sample
 from tests.faulty_proxy import FaultyProxy, every
 from tests.s3 import S3
 from tests.stream.checks import Facts, all_facts, write
@@ -58,6 +60,23 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> ShardCache | None:
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("retry", "connection"):
         monkeypatch.setattr(f"qie.stores.{module}.FIRST_PAUSE_S", 0.01)
+
+
+def test_the_samples_of_a_batch_are_asked_of_a_store_at_once_and_come_in_their_order(
+    shards: Path, expected: list[Facts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the four is given before all have been asked for; read from a disk, they come one by one."""
+    fetch, together = ShardSet.fetch, threading.Barrier(4)
+
+    def meeting(self: ShardSet, position: int) -> Sample:
+        together.wait(timeout=60)
+        return fetch(self, position)
+
+    assert not open_stream(shards, **SETTINGS).samples.distant
+    monkeypatch.setattr(ShardSet, "distant", True)
+    monkeypatch.setattr(ShardSet, "fetch", meeting)
+    with open_stream(shards, prefetch=0, threads=1, **SETTINGS) as stream:
+        assert all_facts(stream, 1) == expected[:1]
 
 
 # S3
