@@ -454,6 +454,7 @@ def test_two_configurations_share_no_default(file: Path) -> None:
         ("data: {source: x}", "data.source=", None),
         ("", "data.area_px=65536", 65536),
         ("", "data.source=a=b", "a=b"),
+        ("", "data.background=#204060", "#204060"),
         ("data: {source: [{source: a}, {source: b}]}", "data.source.1.weight=2", 2),  # a position in a list
         ("data: {buckets_px: [[64, 64]]}", "data.buckets_px.0.1=96", 96),
         ("predict:", "predict.devices.vae=cpu", "cpu"),  # creates the sections that it needs

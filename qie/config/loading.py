@@ -81,7 +81,8 @@ def _set(tree: dict[str, Any], override: str) -> Key:
     if not equals or not all(steps):
         raise ConfigError("a --set cannot be parsed", found=override, expected="section.key=value")
     try:
-        value = parse_yaml(text)
+        # To YAML a colour such as #ffffff is a comment; nobody sets a key to one.
+        value = text if text.startswith("#") else parse_yaml(text)
     except ValueError as error:
         raise ConfigError("the value of a --set is not valid YAML", where=name, found=error) from error
     key: Key = ()
