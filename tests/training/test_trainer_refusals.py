@@ -328,9 +328,10 @@ def test_an_attention_backend_that_cannot_train_here_is_refused_before_weights_a
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, why: str
 ) -> None:
     monkeypatch.setattr(QwenImageTransformer2DModel, "from_pretrained", None)
-    message = bench.train(tmp_path / "run", model__attention_backend=backend, code=2).stderr
-    assert why in message and "native" in message
-    assert not (tmp_path / "run").exists()
+    for trained in ({}, {"model__lora": None}):
+        message = bench.train(tmp_path / "run", model__attention_backend=backend, code=2, **trained).stderr
+        assert why in message and "native" in message
+        assert not (tmp_path / "run").exists()
 
 
 def test_an_adapter_of_another_rank_is_not_continued(bench: Bench, plain: Path, tmp_path: Path) -> None:

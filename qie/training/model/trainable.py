@@ -79,7 +79,7 @@ class TrainableModel:
         self.transformer = (
             _with_adapter(pretrained, config, dtype, device, fresh=weights is None)
             if self._lora
-            else _all_trained(pretrained, config, weights)
+            else _all_trained(pretrained, config, device, weights)
         )
         use_training_forward(self.transformer)
         checkpoint_activations(
@@ -225,12 +225,14 @@ def _with_adapter(
     return transformer
 
 
-def _all_trained(pretrained: PretrainedModel, config: Config, weights: Path | None) -> QwenImageTransformer2DModel:
+def _all_trained(
+    pretrained: PretrainedModel, config: Config, device: torch.device, weights: Path | None
+) -> QwenImageTransformer2DModel:
     """The base model's transformer, or that of the checkpoint `weights`, with all weights trainable."""
     trained, backend = getattr(torch, config.train.trained_dtype), config.model.attention_backend
     source = PretrainedModel(weights, pretrained.family) if weights else pretrained
     with explained_damage(weights, TRANSFORMER_FOLDER) if weights else nullcontext():
-        transformer = load_transformer(source, trained, attention_backend=backend)
+        transformer = load_transformer(source, trained, attention_backend=backend, device=device)
         if weights:
             _require_same_layers(transformer, pretrained, weights / TRANSFORMER_FOLDER)
     train_all_weights(transformer, trained)
