@@ -13,7 +13,7 @@ from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
 
 from qie.config import load_config
-from qie.errors import QieError, UsageError
+from qie.errors import ConfigError, QieError, UsageError
 from qie.families import FAMILIES
 from qie.pretrained import open_pretrained
 from qie.shards.sample_table import Columns
@@ -204,6 +204,11 @@ def test_a_run_that_does_not_fit_is_refused_with_what_to_change(released: Setup)
     assert caught.value.exit_code == 1
     Forecast(released, released, None, 10, 1, Gpu("H100", H100, 80e9, 0.0)).require_memory()
     Forecast(released, released, None, 10, 1, None).require_memory()
+
+
+def test_more_offloaded_blocks_than_there_are_are_refused(released: Setup) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)fewer blocks.*at most 60.*61"):
+        estimate(replace(released, offload_blocks=61))
 
 
 def test_more_draws_than_memory_has_room_for_are_refused_with_fewer(newer: Setup) -> None:

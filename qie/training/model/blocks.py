@@ -25,7 +25,18 @@ from qie.training.model.sharding import keep_from_ddp
 
 
 def offloaded_blocks(blocks: int, offload_blocks: int) -> list[int]:
-    """The numbers of the offloaded ones among `blocks` blocks: `offload_blocks` of them, spread evenly."""
+    """The numbers of the offloaded ones among `blocks` blocks: `offload_blocks` of them, spread evenly.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    if offload_blocks > blocks:
+        raise ConfigError(
+            "the transformer has fewer blocks",
+            where="train.offload_blocks",
+            expected=f"at most {blocks}",
+            found=offload_blocks,
+        )
     return [number * blocks // offload_blocks for number in range(offload_blocks)]
 
 
@@ -95,13 +106,6 @@ def checkpoint_activations(
         ConfigError: the transformer has fewer blocks, or their weights cannot be offloaded.
     """
     blocks = list(transformer.transformer_blocks)
-    if offload_blocks > len(blocks):
-        raise ConfigError(
-            "the transformer has fewer blocks",
-            where="train.offload_blocks",
-            expected=f"at most {len(blocks)}",
-            found=offload_blocks,
-        )
     offloaded = offloaded_blocks(len(blocks), offload_blocks)
     checkpointed = checkpointed_blocks(len(blocks), gradient_checkpointing, offload_blocks, kept.blocks)
     keeping = blocks_keeping_attention(checkpointed, kept.attention, offloaded if compiled else ())

@@ -63,8 +63,7 @@ def load_transformer(
         transformer = kind.from_pretrained(folder, torch_dtype=dtype, use_safetensors=True)
     transformer.requires_grad_(False)
     if quantize is not None:
-        blocks = len(transformer.transformer_blocks)
-        offloaded = offloaded_blocks(blocks, min(offload_blocks, blocks))
+        offloaded = offloaded_blocks(len(transformer.transformer_blocks), offload_blocks)
         quantize_blocks(transformer, quantize, device, in_host_memory=offloaded, fp8_compute=fp8_compute)
     if attention_backend is not None:
         try:
