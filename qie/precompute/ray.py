@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -58,13 +59,14 @@ def precompute_on_ray(
         shard_size, settings, progress: see `precompute`.
 
     Raises:
-        UsageError: Ray is not installed, or the cluster has too few GPUs.
+        UsageError: Ray is not installed, or no node has the GPUs of a task.
         QieError: raised in a task, or because a task died too often.
     """
     ray = _ray()
     run = uuid.uuid4().hex
     # Not in the driver: its node may have no GPU, where `auto` would mean another recipe.
-    slots = _slots(ray, gpus)
+    _require_a_slot(ray.nodes(), gpus)
+    slots = slots_of(ray.nodes(), gpus)
     resources: dict[str, Any] = {"num_gpus": gpus, "num_cpus": 1, "max_retries": RETRIES}
     with _explained(ray):
         recipe, source_rows = ray.get(ray.remote(**resources)(_describe).remote(run, opener))
@@ -138,17 +140,29 @@ def _ray() -> Any:
     return ray
 
 
-def _slots(ray: Any, gpus: int) -> int:
-    """How many tasks the cluster can run at once."""
-    there = ray.cluster_resources()
-    slots = there.get("GPU", 0) // gpus if gpus else there.get("CPU", 1)
-    if slots < 1:
-        raise UsageError(
-            "the Ray cluster has too few GPUs for one task",
-            expected=f"{gpus}: one for each of cache.vae_encoder_device and cache.text_encoder_device",
-            found=f"{there.get('GPU', 0):g}",
-        )
-    return int(slots)
+def slots_of(nodes: Sequence[Mapping[str, Any]], gpus: int) -> int:
+    """How many tasks can run at once on the `nodes` of Ray. A task takes its CPU and GPUs from one of them."""
+    there = (_gpus_and_cpus(node) for node in nodes if node["Alive"])
+    return sum(min(node_gpus // gpus, cpus) if gpus else cpus for node_gpus, cpus in there)
+
+
+def _gpus_and_cpus(node: Mapping[str, Any]) -> tuple[int, int]:
+    resources = node["Resources"]
+    return int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+
+
+def _require_a_slot(nodes: Sequence[Mapping[str, Any]], gpus: int) -> None:
+    """Else Ray waits for ever, silently, for a node that can run the task."""
+    if slots_of(nodes, gpus):
+        return
+    there = Counter(_gpus_and_cpus(node) for node in nodes if node["Alive"])
+    raise UsageError(
+        f"no node of the Ray cluster has enough {'GPUs' if gpus else 'CPUs'} for one task",
+        expected=f"{gpus} GPUs and 1 CPU in one node: a GPU for each device that cache.vae_encoder_device and "
+        "cache.text_encoder_device name",
+        found=", ".join(f"{count} × ({one} GPUs, {cpus} CPUs)" for (one, cpus), count in sorted(there.items())),
+        hint="name one device for both encoders" if gpus > 1 else "add a node with them: ray start --address …",
+    )
 
 
 @contextmanager

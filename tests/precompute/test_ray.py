@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from qie.precompute import precompute
+from qie.precompute.ray import slots_of
 from tests.conftest import ROOT
 from tests.precompute import openers
 from tests.stubs import StubEncoder
@@ -84,6 +85,10 @@ gone = time.monotonic() + 60  # the head learns of a dead node from its silence
 while (left := sum(node["Alive"] for node in ray.nodes())) > 2 and time.monotonic() < gone:
     time.sleep(0.1)
 say("left", nodes=left)
+
+for _ in range(2):
+    cluster.add_node(num_cpus=1, num_gpus=1)
+run("two gpus", partial(openers.plain, ROWS), gpus=2)
 ray.shutdown()
 cluster.shutdown()
 """.replace("ROWS", str(ROWS)).replace("SHARD_SIZE", str(SHARD_SIZE))
@@ -188,11 +193,29 @@ def test_an_error_of_a_task_arrives_as_it_is(told) -> None:
     assert "row 33 (row33)" in failure["text"] and "it is not wanted" in failure["text"]
 
 
-def test_too_few_gpus_are_an_error_of_usage(told) -> None:
+def test_a_task_that_no_node_can_run_is_an_error_of_usage(told) -> None:
     (failure,) = of(told, "gpus")
     assert failure["error"] == "UsageError", failure
-    assert "too few GPUs" in failure["text"]
+    assert "no node of the Ray cluster has enough GPUs for one task" in failure["text"]
+    assert "1 × (0 GPUs, 0 CPUs), 2 × (0 GPUs, 1 CPUs)" in failure["text"]
     assert not (told[0] / "gpus").exists()
+
+
+def test_two_nodes_of_one_gpu_each_cannot_run_a_task_of_two_gpus(told) -> None:
+    (failure,) = of(told, "two gpus")
+    assert failure["error"] == "UsageError", failure
+    assert "2 × (1 GPUs, 1 CPUs)" in failure["text"] and "name one device for both encoders" in failure["text"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "slots"), [(0, 14), (1, 6), (2, 3)], ids=["on CPUs", "of one GPU", "of two GPUs of one node"]
+)
+def test_slots_are_those_of_each_living_node(gpus: int, slots: int) -> None:
+    def node(alive: bool = True, **resources: float) -> dict:
+        return {"Alive": alive, "Resources": resources}
+
+    nodes = [node(), node(CPU=8.0, GPU=1.0), node(CPU=2.0, GPU=4.0), node(CPU=4.0, GPU=3.0)]
+    assert slots_of([*nodes, node(alive=False, CPU=8.0, GPU=8.0)], gpus) == slots
 
 
 def test_rates_are_of_the_time_that_passed_in_the_slots_of_the_cluster(told) -> None:
