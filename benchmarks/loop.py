@@ -32,9 +32,9 @@ from measuring import parser as common
 from samples import exhaust, write_shards
 
 from qie.config import Config
+from qie.data.opening import open_stream
 from qie.families import FAMILIES
 from qie.pretrained import PretrainedModel
-from qie.stream_chooser import open_stream
 from qie.training.objective import Objective, drop_captions
 from qie.training.processes import stop_requested
 from qie.training.reporting.metrics import MetricsFile

@@ -25,12 +25,12 @@ from measuring import ROOT
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from qie.data.opening import open_stream
 from qie.data.sources import open_source
 from qie.encode import Encoder, EncoderOptions
 from qie.precompute import Settings, precompute
 from qie.pretrained import open_pretrained, read_json
 from qie.stores import open_folder
-from qie.stream_chooser import open_stream
 from qie.training.flops import Architecture, Flops, step_flops
 
 # In words of the template: those are whole tokens of the little tokenizer, too.

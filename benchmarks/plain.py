@@ -20,8 +20,8 @@ from samples import SLOT
 from transformers import AutoTokenizer, BatchFeature, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from qie.data.opening import open_stream
 from qie.data.sources import open_source
-from qie.stream_chooser import open_stream
 
 
 @contextmanager

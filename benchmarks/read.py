@@ -177,7 +177,7 @@ def waiting(folder: Path, count: int, runs: int) -> list[Row]:
 
 
 _STARTS = {
-    "qie": "from qie.stream_chooser import open_stream\nnext(iter(open_stream({shards!r})))",
+    "qie": "from qie.data.opening import open_stream\nnext(iter(open_stream({shards!r})))",
     "webdataset": "import torch, webdataset\nfrom safetensors.torch import load\n"
     "sample = next(iter(webdataset.WebDataset({tars!r}, shardshuffle=False)))\n"
     "{{name: torch.stack([tensor]) for name, tensor in load(sample['safetensors']).items()}}",

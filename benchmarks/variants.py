@@ -14,9 +14,9 @@ from models import MOST_WARM_UP, Bench, release
 from plain import plain_loop
 
 from qie.config import Config
+from qie.data.opening import open_stream
 from qie.errors import QieError
 from qie.pretrained import open_pretrained
-from qie.stream_chooser import open_stream
 from qie.training.run import Run
 
 

@@ -29,7 +29,7 @@ _EXPORTS = {
     "open_pretrained": "qie.pretrained",
     "open_rows": "qie.from_config",
     "open_source": "qie.data.sources",
-    "open_stream": "qie.stream_chooser",
+    "open_stream": "qie.data.opening",
     "open_training_stream": "qie.stream_chooser",
     "train": "qie.training.loop",
 }

@@ -1,5 +1,4 @@
-"""The one chooser of streams: by hand (`qie.open_stream`), or by a configuration, for qie-train, `qie.legacy` and
-`qie.open_training_stream`.
+"""The chooser of streams by a configuration, for qie-train, `qie.legacy` and `qie.open_training_stream`.
 
 Encoders are imported only to encode rows: training on shards loads none.
 """
@@ -7,10 +6,9 @@ Encoders are imported only to encode rows: training on shards loads none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,9 +17,8 @@ from qie.data.follow import GrowingPlans, GrowingSamples
 from qie.data.kept_samples import Keep, KeptSamples
 from qie.data.live import LiveSamples, RowEncoder, RowFacts, look_at_rows
 from qie.data.plan import PlanSettings
-from qie.data.sources import Source, SourceSpec, open_source
+from qie.data.sources import Source, SourceSpec
 from qie.data.stream import FixedPlans, Plans, Samples, Stream
-from qie.data.variants import Variants
 from qie.errors import QieError, RecipeMismatchError, ShardError, SourceError, UsageError
 from qie.families import FAMILIES
 from qie.file_hashes import bytes_to_hash
@@ -33,14 +30,12 @@ from qie.recipe import Recipe, brief
 from qie.shards.cache import ShardCache
 from qie.shards.discovery import find_indexes, gaps
 from qie.shards.index import parse_stem
-from qie.shards.shard_set import ShardSet, Verify, open_shards
+from qie.shards.shard_set import ShardSet, open_shards
 from qie.stages import quick_turns
 from qie.stores import File, LocalFolder, StoreError, open_folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-Places = str | Path | Iterable[str | Path]
 
 StreamKind = Literal["shards", "live", "write_through", "follow"]
 
@@ -118,57 +113,6 @@ def chosen_indexes(choice: Choice, *, or_none: bool) -> list[File]:
         if isinstance(folder, LocalFolder) and not folder.root.exists():
             return []
     return find_indexes(choice.places, or_none=or_none)
-
-
-def open_stream(
-    data: Places | Source,
-    *,
-    batch_size: int = 1,
-    encoder: RowEncoder | None = None,
-    shards: Places | None = None,
-    variants: Variants | None = None,
-    verify: Verify = "first",
-    cache: ShardCache | None = None,
-    keep: Keep | None = None,
-    progress: Callable[[int], object] = lambda done: None,
-    **settings: Any,
-) -> Stream:
-    """A stream over shards, or, given an `encoder`, over raw rows.
-
-    Args:
-        data: without an encoder, folders, globs or brace patterns of shards (one or several), paths or URLs; with one,
-            a source or its place.
-        batch_size: samples per batch of this process.
-        encoder: encodes rows live, ahead in the background.
-        shards: where rows are looked for, by content, before they are encoded; only with an encoder.
-        variants: which variants of raw rows there are; one each without.
-        verify: when records are checked against their hashes, see `ShardSet`.
-        cache: keeps remote shards on the local disk.
-        keep: keeps samples in memory after their first use.
-        progress: called with the number of rows looked at while raw rows are scanned.
-        settings: rank, world_size, prefetch and threads of a `Stream`, and fields of `PlanSettings`: seed, tail, order,
-            weights, validation_rows and others.
-
-    Raises:
-        UsageError: nothing was found.
-        ShardError: shards are damaged, or of several recipes.
-        StoreError: a store cannot be reached.
-    """
-    samples: Samples
-    if encoder is None:
-        samples = ShardSet.open(_listed(cast(Places, data)), verify=verify, cache=cache)
-    else:
-        source = open_source(data) if isinstance(data, (str, Path)) else cast(Source, data)
-        stored = None if shards is None else ShardSet.open(_listed(shards), verify=verify, cache=cache)
-        variants = variants or Variants()
-        known = look_at_rows(source, encoder, variants, progress, stored)
-        samples = LiveSamples(source, encoder, variants, known, stored)
-        settings["threads"] = max(settings.get("threads", 2), len(encoder.stages))
-    return Stream.over(samples, batch_size, kept=KeptSamples(keep) if keep else None, **settings)
-
-
-def _listed(places: Places) -> Iterable[str | Path]:
-    return [places] if isinstance(places, (str, Path)) else places
 
 
 def open_training_stream(

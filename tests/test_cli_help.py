@@ -1,4 +1,4 @@
-"""--help and `import qie` answer at once: nothing heavy is imported for them."""
+"""--help, `import qie` and the first batch answer at once: nothing is imported that they do not need."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import importlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
 
 from tests.conftest import ROOT
+from tests.stream.checks import write
 
 HEAVY = {"torch", "numpy", "pydantic", "yaml", "PIL", "diffusers", "transformers", "accelerate", "safetensors"}
 
@@ -62,6 +64,32 @@ def test_importing_qie_imports_nothing_heavy_and_each_public_name_is_one_object_
     assert {"Batch", "Config", "Encoder", "Stream", "load_config", "open_stream"} <= names.keys()
     assert not [name for name in names if name.startswith("_")]
     assert all(module.startswith("qie.") and same for module, same in names.values()), names
+
+
+FIRST_BATCH = """
+import json, sys, qie
+next(iter(qie.open_stream(sys.argv[1])))
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_the_first_batch_of_shards_comes_without_the_configuration_sources_encoders_and_what_these_import(
+    tmp_path: Path,
+) -> None:
+    done = python(FIRST_BATCH, str(write(tmp_path, rows=2)))
+    assert done.returncode == 0, done.stderr
+    modules = set(json.loads(done.stdout))
+    ours = {
+        "config",
+        "from_config",
+        "stream_chooser",
+        "data.sources",
+        "data.live",
+        "data.follow",
+        "encode",
+        "precompute",
+    }
+    assert not ({f"qie.{name}" for name in ours} | HEAVY - {"torch", "numpy", "pydantic", "safetensors"}) & modules
 
 
 def test_public_names_of_version_0_1_give_what_took_their_place_and_warn() -> None:

@@ -16,13 +16,13 @@ import torch
 from PIL import Image, ImageOps
 
 from qie.data.live import look_at_rows
+from qie.data.opening import open_stream
 from qie.data.sources import open_source
 from qie.data.variants import Variants
 from qie.errors import QieError, RowError
 from qie.precompute import Settings, precompute
 from qie.shards.index import Entry
 from qie.shards.shard_set import ShardSet
-from qie.stream_chooser import open_stream
 from qie.types import Augment, Batch, Row
 from tests.builders import assert_prepared_alike, prepared
 from tests.stubs import RECIPE, StubEncoder, StubSource

@@ -18,10 +18,10 @@ from models import SIZES, Bench, Size, write_model, write_rows
 from samples import RECIPE, RECIPE_21, made, made_newer, record_of
 
 from qie.config import Config
+from qie.data.opening import open_stream
 from qie.pretrained import open_pretrained
 from qie.shards.index import Entry
 from qie.shards.writer import ShardWriter
-from qie.stream_chooser import open_stream
 from qie.training.datasheets import Datasheet, find_datasheet
 from qie.training.memory import Setup, fill_memory, memory_to_fill, plan_memory
 from qie.training.model.blocks import KeptActivations

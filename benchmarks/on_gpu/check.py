@@ -12,8 +12,8 @@ from measuring import Row, absolute
 from models import Bench
 
 from qie.config import Config
+from qie.data.opening import open_stream
 from qie.pretrained import open_pretrained
-from qie.stream_chooser import open_stream
 from qie.training.model.load import load_shift
 from qie.training.model.lora import add_lora
 from qie.training.model.training_forward import use_training_forward

@@ -15,11 +15,11 @@ from models import Bench
 from plain import saved
 
 from qie.config import Config
+from qie.data.opening import open_stream
 from qie.from_config import open_encoder, open_rows, precompute_config
 from qie.precompute import Report, Settings, precompute
 from qie.stages import Load
 from qie.stores import open_folder
-from qie.stream_chooser import open_stream
 from qie.types import Batch
 
 from .bench import Found, Place

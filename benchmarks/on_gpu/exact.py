@@ -10,8 +10,8 @@ from accelerate.state import AcceleratorState
 from measuring import absolute
 from safetensors.torch import load_file
 
+from qie.data.opening import open_stream
 from qie.pretrained import open_pretrained
-from qie.stream_chooser import open_stream
 from qie.training.loop import train
 from qie.training.model.adapter_file import ADAPTER_FILE
 from qie.training.processes import open_accelerator

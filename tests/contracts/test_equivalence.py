@@ -13,13 +13,14 @@ from accelerate import Accelerator
 from PIL import Image
 
 from qie.config import Config
+from qie.data.opening import open_stream
 from qie.data.sources import open_source
 from qie.data.stream import Stream
 from qie.families import FAMILIES
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
 from qie.shards.shard_set import ShardSet
-from qie.stream_chooser import Telling, open_stream, open_training_stream
+from qie.stream_chooser import Telling, open_training_stream
 from qie.types import Batch
 from tests.conftest import AREA_PX
 from tests.stream.checks import spoil

@@ -10,11 +10,11 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from qie.config import Config
+from qie.data.opening import open_stream
 from qie.data.stream import Stream
 from qie.errors import UsageError
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
-from qie.stream_chooser import open_stream
 from qie.training.loop import Listener, train
 from tests.stubs import RECIPES, StubEncoder, StubSource
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qie.data.opening import open_stream
 from qie.data.sources import open_source
 from qie.data.sources.source import Source
 from qie.data.stream import Samples
@@ -16,7 +17,6 @@ from qie.precompute import Settings, precompute
 from qie.shards.discovery import published
 from qie.shards.shard_set import ShardSet
 from qie.stats import summarise
-from qie.stream_chooser import open_stream
 from qie.types import Shape
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from qie.data.opening import open_stream
 from qie.errors import QieError, ShardError, UsageError
 from qie.shards.reader import Shard
-from qie.stream_chooser import open_stream
 from tests.builders import assert_same, make_sample, rewrite_index, write_shard
 
 STEM = "00000000-00000004"

@@ -11,12 +11,12 @@ import torch
 
 from qie.data.follow import GrowingPlans, GrowingSamples
 from qie.data.kept_samples import Keep
+from qie.data.opening import open_stream
 from qie.data.plan import PlanSettings
 from qie.data.stream import Stream
 from qie.errors import QieError, UsageError
 from qie.precompute import precompute
 from qie.stores import open_folder
-from qie.stream_chooser import open_stream
 from qie.types import Batch
 from tests.stubs import StubEncoder, StubSource
 

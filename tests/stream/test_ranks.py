@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from qie.data.opening import open_stream
 from qie.shards.shard_set import ShardSet
-from qie.stream_chooser import open_stream
 from qie.types import Batch
 from tests.stream.checks import write
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from qie.data.opening import open_stream
 from qie.errors import QieError
 from qie.shards.cache import ShardCache
 from qie.shards.compact_index import COMPACT_NAME, write_compact
@@ -25,7 +26,6 @@ from qie.shards.discovery import find_indexes
 from qie.shards.shard_set import ShardSet, compacted
 from qie.stats import summarise
 from qie.stores import open_folder
-from qie.stream_chooser import open_stream
 from qie.types import Sample
 from tests.faulty_proxy import FaultyProxy, every
 from tests.s3 import S3

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from qie.data.kept_samples import Keep
+from qie.data.opening import open_stream
 from qie.data.plan import PLAN_VERSION
 from qie.data.stream import Stream
 from qie.errors import QieError, UsageError
-from qie.stream_chooser import open_stream
 from qie.types import Batch
 from tests.conftest import ROOT
 from tests.stream.checks import all_facts, assert_restores_everywhere, epoch_after_epoch, facts, write
@@ -222,7 +222,7 @@ def test_a_state_of_other_settings_is_refused_by_all_their_names(
 _TRAIN = """
 import json, os, sys
 from pathlib import Path
-from qie.stream_chooser import open_stream
+from qie.data.opening import open_stream
 from tests.stream.checks import facts
 
 shards, checkpoint = sys.argv[1], Path(sys.argv[2])
