@@ -31,6 +31,7 @@ SCRIPTS = {
         "encoders.py": "--size 256 --layers 1 --runs 4",
         "pipeline.py": "--rows 24 --engine-rows 10000 --runs 2",
         "read.py": "--samples 60 --runs 5",
+        "store.py": "",
         "loop.py": "--steps 30 --runs 5",
         "train_step.py": "--size small --steps 20 --runs 3 --skip fp8",
         "traffic.py": "--heads 8",

@@ -132,6 +132,13 @@ def test_draws_over_one_prefix_save_flops_at_full_size() -> None:
     draws.steps(1, draws.transformer_of(draws.SMALL), 1, 1, 2)
 
 
+def test_store(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ["--latency-ms", "1", "--megabytes-per-s", "2000", "--steps", "2", "--runs", "1", "--tokens", "30"]
+    script("store.py").main([*words, "--json", str(file)])
+    assert [row.key for row in rows_in(file)] == ["at once", "in turn"]
+
+
 def test_quality(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     words = ["--steps", "1", "--photographs", "1", "--side", "64", "--runs", "1", "--only", "bf16", "EMA"]
