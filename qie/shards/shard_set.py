@@ -219,22 +219,21 @@ def compacted(folder: Folder) -> Compact:
         ShardError: the folder holds no shards, or one of them is damaged, of another recipe, or of another's rows.
     """
     stamps = folder.stamps()
-    indexes = [index for index in indexes_in(folder) if index.name in stamps]  # others came just now
-    shards = [Shard(index) for index in indexes]
-    require_disjoint([(shard.file, shard.index.rows) for shard in shards])
-    if not shards:
-        raise ShardError("no shards found", where=folder)
-    recipe = shards[0].index.recipe
-    for shard in shards:
+    shards, tables = list[CompactShard](), list[Table]()
+    recipe: Recipe | None = None
+    for file in indexes_in(folder):
+        if file.name not in stamps:  # it came just now
+            continue
+        # One at a time: a parsed index takes ten times the memory of its table.
+        shard = Shard(file)
+        recipe = recipe or shard.index.recipe
         recipe.require_equal(shard.index.recipe, shard.file, "shards of two recipes belong into two folders")
-    return Compact(
-        recipe,
-        tuple(
-            CompactShard.of(file.stem, shard.index, stamps[file.name])
-            for file, shard in zip(indexes, shards, strict=True)
-        ),
-        Table.joined([Table.of(shard.index, shard.file) for shard in shards]),
-    )
+        shards.append(CompactShard.of(file.stem, shard.index, stamps[file.name]))
+        tables.append(Table.of(shard.index, shard.file))
+    if recipe is None:
+        raise ShardError("no shards found", where=folder)
+    require_disjoint((File(folder, f"{shard.stem}.tar"), shard.rows) for shard in shards)
+    return Compact(recipe, tuple(shards), Table.joined(tables))
 
 
 def require_disjoint(shards: Iterable[tuple[File, tuple[int, int]]]) -> None:
