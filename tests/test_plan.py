@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qie.data.plan import PLAN_VERSION, Columns, Plan, PlannedBatch, PlanSettings, held_out, plan_epoch, sequence_prefix
+from qie.data.plan import PLAN_VERSION, Columns, Plan, PlannedBatch, PlanSettings, SequencePrefix, held_out, plan_epoch
 from qie.errors import UsageError
 from qie.types import Shape
 
@@ -495,22 +495,30 @@ def test_the_plan_of_the_first_shards_is_how_the_plan_of_all_begins(
     columns: Columns, data: st.DataObject, size: int, seed: int, epoch: int
 ) -> None:
     ends = [n for n in range(1, len(columns) + 1) if n == len(columns) or columns.rows[n] != columns.rows[n - 1]]
-    known = data.draw(st.sampled_from(ends))
-    first = Columns(
-        columns.shapes[:known],
-        columns.shape_names,
-        columns.rows[:known],
-        columns.lengths[:known],
-        columns.sources[:known],
-        columns.blocks[:known],
-    )
+    known = sorted(data.draw(st.sets(st.sampled_from(ends)))) + ends[-1:]
+    out = np.isin(columns.rows, data.draw(st.lists(st.sampled_from(columns.rows[1:].tolist() or [0]))))
+    assume(not out.all())
     settings = {"seed": seed, "epoch": epoch, "global_batch_size": size}
-    complete = list(sequence_prefix(first, **settings))
-    everything = list(plan_epoch(columns, order="sequence", **settings))
-    assert everything[: len(complete)] == complete
-    mine = list(plan_epoch(first, order="sequence", **settings))
-    assert mine[: len(complete)] == complete and len(mine) - len(complete) <= len(SHAPES)
-    assert all(0.0 in batch.weights for batch in mine[len(complete) :])
+    everything = plan_epoch(columns, order="sequence", leave_out=out, **settings)
+    prefix = SequencePrefix(**settings)
+    for stop in known:
+        first = Columns(
+            columns.shapes[:stop],
+            columns.shape_names,
+            columns.rows[:stop],
+            columns.lengths[:stop],
+            columns.sources[:stop],
+            columns.blocks[:stop],
+        )
+        found = prefix.extend(first, out[:stop])
+        complete = everything[: len(found)]
+        assert found.positions.dtype == complete.positions.dtype and found.filled.dtype == complete.filled.dtype
+        assert np.array_equal(found.positions, complete.positions) and np.array_equal(found.filled, complete.filled)
+        if out[:stop].all():
+            continue
+        mine = list(plan_epoch(first, order="sequence", leave_out=out[:stop], **settings))
+        assert mine[: len(found)] == list(found) and len(mine) - len(found) <= len(SHAPES)
+        assert all(0.0 in batch.weights for batch in mine[len(found) :])
 
 
 def test_a_batch_comes_when_its_last_sample_does_and_incomplete_ones_in_the_order_of_shapes() -> None:
@@ -518,10 +526,10 @@ def test_a_batch_comes_when_its_last_sample_does_and_incomplete_ones_in_the_orde
     plan = plan_epoch(columns, seed=0, epoch=3, global_batch_size=2, order="sequence")
     assert batches(plan) == [(1, 2), (0, 3), (4, 4), (6, 6), (5, 5)]
     assert sorted([WIDE, SQUARE, TWO_CONTROLS]) == [TWO_CONTROLS, SQUARE, WIDE]
-    assert batches(sequence_prefix(columns, global_batch_size=2)) == [(1, 2), (0, 3)]
+    assert batches(SequencePrefix(2).extend(columns)) == [(1, 2), (0, 3)]
     out = np.array([n == 1 for n in range(7)])
-    assert batches(sequence_prefix(columns, global_batch_size=2, leave_out=out)) == [(0, 3), (2, 6)]
-    assert len(sequence_prefix(of([]), global_batch_size=4)) == len(sequence_prefix(columns, global_batch_size=4)) == 0
+    assert batches(SequencePrefix(2).extend(columns, out)) == [(0, 3), (2, 6)]
+    assert len(SequencePrefix(4).extend(of([]))) == len(SequencePrefix(4).extend(columns)) == 0
 
 
 # The plan as a value

@@ -9,25 +9,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qie.data.plan import Plan, PlanSettings, held_out, sequence_prefix
+from qie.data.plan import Plan, PlanSettings, SequencePrefix, held_out
 from qie.data.stream import short_hash
 from qie.errors import QieError, UsageError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.discovery import published, rows_of
-from qie.shards.index import Skipped
-from qie.shards.sample_table import Columns
-from qie.shards.shard_set import OpenShards, ShardSet, Verify, open_shards
-from qie.stores import Folder
+from qie.shards.index import Skipped, shard_stem
+from qie.shards.sample_table import Columns, Growing
+from qie.shards.shard_set import OpenShards, ShardSet, Verify, open_by_index, open_shards
+from qie.stores import File, Folder
 from qie.threads import pause
 from qie.types import Sample
+
+SHARDS_A_LOOK = 64
+"""So many shards are listed for each look that missed the expected one."""
 
 
 @dataclass(eq=False)
@@ -57,8 +60,12 @@ class GrowingSamples:
     say: Callable[[str], object] = lambda line: None
     stop: Callable[[], object] = lambda: None
     covered: int = field(default=0, init=False)
-    _parts: list[OpenShards] = field(default_factory=list, init=False, repr=False)
+    _empty: list[OpenShards] = field(default_factory=list, init=False, repr=False)
     _shards: ShardSet | None = field(default=None, init=False, repr=False)
+    _columns: Columns | None = field(default=None, init=False, repr=False)
+    _rows: Growing = field(default_factory=lambda: Growing({"rows": np.zeros(0, np.int64)}), init=False, repr=False)
+    _largest: int = field(default=0, init=False, repr=False)
+    _missed: int = field(default=0, init=False, repr=False)
     _closed: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +87,21 @@ class GrowingSamples:
 
     @property
     def columns(self) -> Columns:
-        return self._there.columns
+        """Of all samples that are there; only what came since they were last asked for is looked at."""
+        table, known = self._there.table, len(self._columns or ())
+        if self._columns is None or known < len(table):
+            new = table.since(known).columns
+            self._columns = replace(
+                new,
+                shapes=table.shapes,
+                rows=self._rows.append({"rows": new.rows + known})["rows"],
+                lengths=table.tokens,
+                sources=table.sources,
+                blocks=table.shards,
+                null_prompts=new.null_prompts and (self._columns is None or self._columns.null_prompts),
+                latent_scale=self.recipe.latent_scale,
+            )
+        return self._columns
 
     @property
     def digests(self) -> NDArray[np.uint8]:
@@ -112,22 +133,44 @@ class GrowingSamples:
 
     def grow(self) -> bool:
         """Take in what was published meanwhile; whether there was anything."""
-        if self.complete:
+        current = self.current()
+        new = [open_by_index(index, self.cache) for index in self._iter_expected(current)]
+        if not new and not self.complete:
+            new = list(open_shards(self._listed(current), self.cache))
+        if self._shards is not None and new:
+            self._shards.append(new)
+        elif any(len(part.table) for part in new):
+            self._shards = ShardSet(self._empty + new, self.verify)
+        else:
+            self._empty += new
+        return bool(new)
+
+    def _iter_expected(self, current: int) -> Iterator[File]:
+        """The next shards by the names that they have on the grid of those before, while they are there."""
+        while self._largest and not self.complete:
+            stop = min((self.covered // self._largest + 1) * self._largest, self.rows)
+            index = File(self.folder, f"{shard_stem(self.covered, stop)}.json")
+            if index.size() is None or not self._takes(index, current):
+                return
+            yield index
+
+    def _listed(self, current: int) -> list[File]:
+        """The next shards of the folder, whatever their names.
+
+        To list a full folder takes long, and a shard that is not on the grid is rare: the more shards there are, the
+        more looks for the expected one come first.
+        """
+        self._missed += 1
+        if self._missed * self._largest * SHARDS_A_LOOK < self.covered:
+            return []
+        self._missed = 0
+        return [index for index in published(self.folder) if self._takes(index, current)]
+
+    def _takes(self, index: File, current: int) -> bool:
+        start, stop = rows_of(index)
+        if start != self.covered or stop > current:
             return False
-        new, current = [], self.current()
-        for index in published(self.folder):
-            start, stop = rows_of(index)
-            if start == self.covered and stop <= current:
-                new.append(index)
-                self.covered = stop
-        if not new:
-            return False
-        self._parts += open_shards(new, self.cache)
-        if any(len(part.table) for part in self._parts):
-            shards = ShardSet(self._parts, self.verify)
-            if self._shards is not None:
-                shards.trust(self._shards)
-            self._shards = shards
+        self.covered, self._largest, self._missed = stop, max(self._largest, stop - start), 0
         return True
 
     def wait(self) -> None:
@@ -141,6 +184,9 @@ class GrowingSamples:
             self.alive()
             now = time.monotonic()
             if now - started > self.timeout_s:
+                self._missed = self.rows  # the last look is at all names
+                if self.grow():
+                    return
                 raise QieError(
                     "no further shard was published",
                     where=self.folder,
@@ -181,6 +227,7 @@ class GrowingPlans:
         self.validation, self._first_held_out = held_out(digests, rows, settings.validation_rows)
         self.identity = settings.identity | {"samples": short_hash(digests), "follow": samples.rows}
         self._first: tuple[int, Plan] | None = None
+        self._prefix = SequencePrefix(settings.global_batch_size, settings.seed)
         self._fixed: dict[int, Plan] = {}
 
     @property
@@ -215,13 +262,7 @@ class GrowingPlans:
         columns, settings = self.samples.columns, self.settings
         if self.whole:
             return replace(settings, order="sequence", weights={}).plan(columns, 0, self.held_out)
-        return sequence_prefix(
-            columns,
-            global_batch_size=settings.global_batch_size,
-            seed=settings.seed,
-            epoch=0,
-            leave_out=self.held_out,
-        )
+        return self._prefix.extend(columns, self.held_out)
 
     def grow(self) -> bool:
         return self.samples.grow()

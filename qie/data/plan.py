@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qie.errors import UsageError
-from qie.shards.sample_table import Columns
+from qie.shards.sample_table import Columns, Growing
 
 PLAN_VERSION = 2
 """Raised when the same samples and seed would be ordered otherwise: a breaking change."""
@@ -227,24 +227,38 @@ def plan_epoch(
     return Plan(drawn[batches[when]], filled[when])
 
 
-def sequence_prefix(
-    columns: Columns,
-    *,
-    global_batch_size: int,
-    seed: int = 0,
-    epoch: int = 0,
-    leave_out: NDArray[np.bool_] | None = None,
-) -> Plan:
+class SequencePrefix:
     """The batches of `order="sequence"` that are complete, perhaps none: they stay when further samples come.
 
     For streams that follow shards while these are written. `seed` and `epoch` decide only which variants are shown.
     """
-    require_batch_size(global_batch_size)
-    drawn, _ = draw(columns, seed, epoch, None, leave_out, shuffled=False)
-    windows = np.zeros(len(drawn), np.uint8)
-    batches, filled, last = _batches(columns, drawn, windows, global_batch_size, "drop", 1, 1)
-    when = np.argsort(last)
-    return Plan(drawn[batches[when]], filled[when])
+
+    def __init__(self, global_batch_size: int, seed: int = 0, epoch: int = 0) -> None:
+        require_batch_size(global_batch_size)
+        self.plan = Plan(np.zeros((0, global_batch_size), np.int32), np.zeros(0, np.int32))
+        self._chance = seed, epoch
+        self._samples = self._rows = 0
+        self._waiting: Numbers = np.zeros(0, np.int32)
+        self._batches = Growing({"positions": self.plan.positions, "filled": self.plan.filled})
+
+    def extend(self, columns: Columns, leave_out: NDArray[np.bool_] | None = None) -> Plan:
+        """The same of more samples: those before, and whole rows behind them. Costs what is new.
+
+        Args:
+            columns, leave_out: of all samples, as for `plan_epoch`.
+        """
+        start, self._samples = self._samples, len(columns)
+        out = None if leave_out is None else leave_out[start:]
+        new, _ = draw(columns.since(start), *self._chance, None, out, shuffled=False, rows_before=self._rows)
+        self._rows += len(new)
+        drawn = np.concatenate([self._waiting, (new + np.int64(start)).astype(_positions(columns))])
+        windows = np.zeros(len(drawn), np.uint8)
+        batches, filled, last = _batches(columns, drawn, windows, self.plan.positions.shape[1], "drop", 1, 1)
+        waiting = np.ones(len(drawn), np.bool_)
+        waiting[batches] = False
+        self._waiting, when = drawn[waiting], np.argsort(last)
+        self.plan = Plan(**self._batches.append({"positions": drawn[batches[when]], "filled": filled[when]}))
+        return self.plan
 
 
 def require_batch_size(global_batch_size: int) -> None:
@@ -340,10 +354,13 @@ def draw(
     source_weights: Sequence[float] | None,
     leave_out: NDArray[np.bool_] | None,
     shuffled: bool,
+    rows_before: int = 0,
 ) -> tuple[Numbers, NDArray[np.int64] | None]:
-    """Positions of an epoch's samples in the order of rows, and how often each row is among them (None: once)."""
-    position: Any = np.int32 if len(columns) < 2**31 else np.int64
-    kept: Numbers = np.arange(len(columns), dtype=position)
+    """Positions of an epoch's samples in the order of rows, and how often each row is among them (None: once).
+
+    With `rows_before`, the samples stand behind those of so many drawn rows, whose random numbers they do not take.
+    """
+    kept: Numbers = np.arange(len(columns), dtype=_positions(columns))
     kept = kept if leave_out is None else kept[~leave_out]
     first = starts(columns.rows[kept])
     if source_weights is None:
@@ -356,8 +373,13 @@ def draw(
     variants = np.diff(first, append=len(kept))
     variants = variants if times is None else np.repeat(variants, times)
     # The upper half of a random number is a fraction of 2³².
-    random = (raw_bits(VARIANTS, seed, epoch, len(chosen)) >> np.uint64(32)).view(np.int64)
+    random = (raw_bits(VARIANTS, seed, epoch, len(chosen), after=rows_before) >> np.uint64(32)).view(np.int64)
     return kept[chosen + (random * variants >> 32)], times
+
+
+def _positions(columns: Columns) -> Any:
+    """The type of positions of so many samples."""
+    return np.int32 if len(columns) < 2**31 else np.int64
 
 
 def _times(
@@ -435,14 +457,17 @@ def held_out(
     return first[chosen].tolist(), np.repeat(mask, np.diff(first, append=len(rows)))
 
 
-def raw_bits(use: int, seed: int, number: int, count: int, part: int = 0) -> NDArray[np.uint64]:
-    """`count` random numbers of 64 bits. Philox is counter-based: the numbers of one epoch need no other epoch's.
+def raw_bits(use: int, seed: int, number: int, count: int, part: int = 0, after: int = 0) -> NDArray[np.uint64]:
+    """`count` random numbers of 64 bits, behind the first `after`.
+
+    Philox is counter-based: the numbers of one epoch need no other epoch's.
 
     NumPy promises to keep a bit generator's raw numbers, but not its shuffles.
     """
     key = np.array([seed, number], np.uint64)
-    raw: NDArray[np.uint64] = np.random.Philox(key=key, counter=[0, 0, part, use]).random_raw(count)
-    return raw
+    blocks, within = divmod(after, 4)  # a count of Philox gives four numbers
+    raw: NDArray[np.uint64] = np.random.Philox(key=key, counter=[blocks, 0, part, use]).random_raw(within + count)
+    return raw[within:]
 
 
 def permutation(raw: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar, get_args, get_type_hints
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,11 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    def since(self, position: int) -> Columns:
+        """Those of the samples from a position on; rows keep their numbers."""
+        names = ("shapes", "rows", "lengths", "sources", "blocks")
+        return replace(self, **{name: getattr(self, name)[position:] for name in names})
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +112,10 @@ class Table:
             names,
             null_prompts=bool(self.empty_tokens.all()),
         )
+
+    def since(self, position: int) -> Table:
+        """The samples from a position on; shards keep their numbers."""
+        return replace(self, **{name: getattr(self, name)[position:] for name in COLUMNS})
 
     def of_shards(self, numbers: Sequence[int]) -> Table:
         """The samples of some shards, in that order, numbered from 0."""
@@ -201,6 +210,48 @@ class Table:
             [_numbers(table.source_names, source_names)[table.sources] for table in tables]
         )
         return cls(**columns, shape_names=shape_names, source_names=source_names)
+
+
+class Growing:
+    """Arrays of one length, in room that doubles: appending costs what is appended. What was given out stays."""
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._rooms = dict(arrays)
+        self._length = len(next(iter(arrays.values())))
+
+    def append(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """All of each, these last."""
+        start, stop = self._length, self._length + len(next(iter(arrays.values())))
+        for name, values in arrays.items():
+            room = self._rooms[name]
+            if len(room) < stop or room.dtype != values.dtype:
+                self._rooms[name] = np.empty((2 * stop, *room.shape[1:]), values.dtype)
+                self._rooms[name][:start] = room[:start]
+            self._rooms[name][start:stop] = values
+        self._length = stop
+        return {name: room[:stop] for name, room in self._rooms.items()}
+
+    def replace(self, name: str, array: NDArray[Any]) -> None:
+        """Give an array other values; who holds the old ones keeps them."""
+        self._rooms[name] = array
+
+
+class GrowingTable:
+    """A table that others are appended to: afterwards it equals `Table.joined` of them all."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self._columns = Growing({name: getattr(table, name) for name in COLUMNS})
+
+    def append(self, tables: Sequence[Table]) -> None:
+        """Add the samples of further shards, at least one, behind those that are there."""
+        # Joined with the last sample that is there, they are numbered as they will be.
+        joined = Table.joined([self.table.since(len(self.table) - 1), *tables])
+        if joined.shape_names != self.table.shape_names:
+            numbers = _numbers(self.table.shape_names, joined.shape_names)
+            self._columns.replace("shapes", numbers[self.table.shapes])
+        columns: dict[str, Any] = self._columns.append({name: getattr(joined, name)[1:] for name in COLUMNS})
+        self.table = replace(joined, **columns)
 
 
 COLUMNS: dict[str, np.dtype] = {

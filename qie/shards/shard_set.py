@@ -23,7 +23,7 @@ from qie.shards.compact_index import COMPACT_NAME, Compact, CompactShard, Manife
 from qie.shards.discovery import find_indexes, indexes_in
 from qie.shards.index import Entry, Skipped
 from qie.shards.reader import Shard, Tar, checked_sample
-from qie.shards.sample_table import Columns, Table
+from qie.shards.sample_table import Columns, GrowingTable, Table
 from qie.stores import File, Folder, StoreError
 from qie.types import Facts, Sample
 
@@ -65,19 +65,38 @@ class ShardSet:
     def __init__(self, parts: Iterable[OpenShards], verify: Verify = "first") -> None:
         parts = list(parts)
         require_disjoint((tar.file, rows) for part in parts for tar, rows in zip(part.tars, part.rows, strict=True))
-        self.skipped: list[Skipped] = [gone for part in parts for gone in part.skipped]
-        parts = [part for part in parts if len(part.table)]
-        if not parts:
+        filled = [part for part in parts if len(part.table)]
+        if not filled:
             raise ShardError("the shards hold no samples", hint="see their skipped rows with qie-stats")
-        self.recipe: Recipe = parts[0].recipe
-        for part in parts[1:]:
-            self.recipe.require_equal(
-                part.recipe, part.tars[0].file, f"train on one recipe at a time; {parts[0].tars[0].file} differs"
-            )
-        self.table = Table.joined([part.table for part in parts])
+        self.recipe: Recipe = filled[0].recipe
+        self.table = filled[0].table
         self.verify: Verify = verify
-        self._tars = [part.tars[number] for part in parts for number in range(int(part.table.shards[-1]) + 1)]
-        self._seen = bytearray(len(self.table))
+        self.skipped: list[Skipped] = []
+        self._tars: list[Tar] = []
+        self._seen = bytearray()
+        self._growing: GrowingTable | None = None
+        self.append(parts)
+
+    def append(self, parts: Iterable[OpenShards]) -> None:
+        """Take in further shards, of rows behind all others in their folder: costs what these hold, not what is there.
+
+        Other threads may read meanwhile. What was checked is not checked again.
+        """
+        parts = list(parts)
+        filled = [part for part in parts if len(part.table)]
+        tars = [part.tars[number] for part in filled for number in range(int(part.table.shards[-1]) + 1)]
+        for part in filled:
+            first = (self._tars or tars)[0].file
+            self.recipe.require_equal(part.recipe, part.tars[0].file, f"train on one recipe at a time; {first} differs")
+        self.skipped += [gone for part in parts for gone in part.skipped]
+        self._tars += tars
+        tables = [part.table for part in filled]
+        self._seen += bytes(sum(map(len, tables)))
+        if self._growing is None:
+            self._growing = GrowingTable(Table.joined(tables))
+        elif tables:
+            self._growing.append(tables)
+        self.table = self._growing.table
 
     @classmethod
     def open(
@@ -91,10 +110,6 @@ class ShardSet:
             cache: where remote shards are kept on the local disk; without one, each sample is a request.
         """
         return cls(open_shards(find_indexes(places), cache), verify)
-
-    def trust(self, before: ShardSet) -> None:
-        """Do not check again what `before` has checked, whose shards are the first ones here."""
-        self._seen[: len(before)] = before._seen
 
     def __len__(self) -> int:
         return len(self.table)
@@ -198,7 +213,7 @@ def open_shards(
                 yield _from_compact(*compact, list(run), cache)
             else:
                 for index in run:
-                    if part := _blamed(blame, index, partial(_from_index, index, cache)):
+                    if part := _blamed(blame, index, partial(open_by_index, index, cache)):
                         yield part
 
 
@@ -289,7 +304,8 @@ def _from_compact(
     return OpenShards(compact.recipe, tuple(tars), tuple(shard.rows for shard in shards), table, skipped)
 
 
-def _from_index(index: File, cache: ShardCache | None) -> OpenShards:
+def open_by_index(index: File, cache: ShardCache | None) -> OpenShards:
+    """One shard by its own index; raises what `open_shards` does."""
     shard = Shard(index)
     return open_shard(shard, Tar(shard.file, shard.index.filesize, shard.index.sha256, cache))
 

@@ -92,16 +92,6 @@ def test_what_is_fetched_for_training_is_what_is_loaded_bit_for_bit_in_any_order
         assert_same(shards.load(position), samples[position])
 
 
-def test_what_a_smaller_set_has_checked_is_not_checked_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = ShardSet.open([folder]), ShardSet.open([folder])
-    before.fetch(3)
-    after.trust(before)
-    monkeypatch.setattr("qie.shards.shard_set.hashlib", None)
-    after.fetch(3)
-    with pytest.raises(AttributeError, match="sha256"):
-        after.fetch(2)
-
-
 # When a record's hash is checked
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,11 +15,14 @@ from qie.data.kept_samples import Keep
 from qie.data.opening import open_stream
 from qie.data.plan import PlanSettings
 from qie.data.stream import Stream
+from qie.data.variants import Variants
 from qie.errors import QieError, UsageError
-from qie.precompute import precompute
-from qie.stores import open_folder
+from qie.precompute import Settings, precompute
+from qie.shards.discovery import published
+from qie.shards.shard_set import ShardSet
+from qie.stores import Folder, open_folder
 from qie.types import Batch
-from tests.stubs import StubEncoder, StubSource
+from tests.stubs import SHAPES, StubEncoder, StubSource
 
 SOURCE = StubSource.of(60).changed(7, target=b"broken").changed(20, target=b"missing")
 CPU = torch.device("cpu")
@@ -75,6 +79,67 @@ def test_batches_do_not_depend_on_when_shards_came(whole: Path, tmp_path: Path) 
             shard += 8
         found.append(next(batches).keys)
     assert found == expected
+
+
+@pytest.mark.parametrize("variants", [1, 3])
+def test_growing_shard_by_shard_gives_what_opening_them_all_at_once_does(tmp_path: Path, variants: int) -> None:
+    source = SOURCE
+    for index in range(60):
+        source = source.changed(index, source="abc"[index // 25])
+    for index in range(24, 32):
+        source = source.changed(index, target=b"missing")  # a shard without samples
+    encoder = StubEncoder()
+
+    def write_more(stop: int) -> None:
+        encoder._shapes = SHAPES if stop > 32 else SHAPES[:2]  # the one that comes late sorts first
+        varied = Settings(variants=Variants(variants))
+        precompute(source, encoder, tmp_path, rows=(0, stop), shard_size=8, settings=varied)
+
+    samples = GrowingSamples(open_folder(tmp_path), 60)
+    settings = PlanSettings(4, seed=5, validation_rows=2)
+    for stop in (8, 16, 24, 32, 40, 48, 56, 60):
+        write_more(stop)
+        if stop == 8:
+            plans = GrowingPlans(samples, settings)
+        else:
+            assert samples.grow()
+        there = ShardSet.open(tmp_path)
+        assert_equal_arrays(samples._there.table, there.table)
+        assert_equal_arrays(samples.columns, there.columns)
+        assert samples.skipped == there.skipped and samples.covered == stop
+        assert samples._there._tars[-1].name == there._tars[-1].name
+        whole = replace(settings, order="sequence").plan(there.columns, 0, plans.held_out)
+        known = plans.of(0)
+        assert_equal_arrays(known, whole[: len(known)])
+    assert len(known) == len(whole) and min(SHAPES) == SHAPES[2] in there.table.shape_names
+
+
+def assert_equal_arrays(one: object, other: object) -> None:
+    for field in fields(one):
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype == theirs.dtype, field.name
+            np.testing.assert_array_equal(mine, theirs, field.name)
+        else:
+            assert mine == theirs, field.name
+
+
+def test_a_folder_is_listed_only_when_the_expected_shard_was_long_missing(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[Folder] = []
+    monkeypatch.setattr("qie.data.follow.published", lambda folder: listed.append(folder) or published(folder))
+    monkeypatch.setattr("qie.data.follow.SHARDS_A_LOOK", 1)
+    write(tmp_path, (0, 32))
+    samples = GrowingSamples(open_folder(tmp_path), 60)
+    assert samples.grow() and len(listed) == 1
+    write(tmp_path, (32, 40))
+    assert samples.grow() and samples.covered == 40
+    write(tmp_path, (40, 44))  # not what is expected
+    assert [samples.grow() for _ in range(4)] == [False] * 4 and len(listed) == 1
+    assert samples.grow() and samples.covered == 44 and len(listed) == 2
+    write(tmp_path, (44, 60))
+    assert samples.grow() and samples.complete and len(listed) == 2
 
 
 def test_it_waits_for_a_shard_that_is_not_there_yet(whole: Path, tmp_path: Path) -> None:
