@@ -63,7 +63,7 @@ def open_stream(
         from qie.data.live import LiveSamples, look_at_rows
         from qie.data.sources import open_source
 
-        source = open_source(data) if isinstance(data, (str, Path)) else cast(Source, data)
+        source = open_source(data) if isinstance(data, (str, Path)) else cast("Source", data)
         stored = None if shards is None else ShardSet.open(_listed(shards), verify=verify, cache=cache)
         variants = variants or Variants()
         known = look_at_rows(source, encoder, variants, progress, stored)
