@@ -13,6 +13,7 @@ import torch
 import webdataset
 from safetensors.torch import load, load_file
 from samples import TAIL
+from torch.utils.data import DataLoader, Dataset
 
 from qie.types import Sample
 
@@ -79,6 +80,36 @@ def peers(folder: Path, buffer: int) -> dict[str, Pass]:
         else:
             print(f"{name}: not installed, left out")
     return found
+
+
+class Files(Dataset[Tensors]):
+    """A safetensors file for each sample."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = sorted(folder.iterdir(), key=lambda file: int(file.stem))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> Tensors:
+        tensors: Tensors = load_file(self.files[number])
+        return tensors
+
+
+def loaders(folder: Path, buffer: int, workers: int) -> dict[str, Callable[[], Iterable[Tensors]]]:
+    """Shuffled batches of one by the loaders that peers advise. The workers make them, and stay from pass to pass."""
+    tars = [str(path) for path in sorted((folder / "shards").glob("*.tar"))]
+    files, shards = Files(folder / "safetensors"), webdataset.WebDataset(tars, shardshuffle=len(tars)).shuffle(buffer)
+    with_workers: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    found = {
+        "safetensors files in a DataLoader": DataLoader(files, shuffle=True, **with_workers),
+        "webdataset's WebLoader": webdataset.WebLoader(shards.map(_decoded), batch_size=None, **with_workers),
+    }
+    return {name: loader.__iter__ for name, loader in found.items()}
+
+
+def _decoded(sample: dict[str, bytes]) -> Tensors:
+    return batch(load(sample["safetensors"]))
 
 
 def from_mds(folder: Path) -> Pass:

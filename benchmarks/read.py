@@ -1,6 +1,6 @@
 """Reading shards back: how fast, how evenly, how soon. On the CPU, from a warm page cache.
 
-    python benchmarks/read.py [--samples 200] [--mb 10] [--runs 5] [--folder DIR]
+    python benchmarks/read.py [--samples 200] [--mb 10] [--runs 5] [--workers 2] [--folder DIR]
 
 read:    samples as they come of 1024² (two latents, a prompt's embedding, its null prompt as a short tail), one to a
          batch, in one process. Each peer reads the same tensors and copies each once into a new batch; the null
@@ -11,6 +11,9 @@ read:    samples as they come of 1024² (two latents, a prompt's embedding, its 
             (weights_only) of a file for each sample, files as qwen-image-finetune's cache has them (six for each
             sample, null prompt stored whole), and, where they are installed, MDS and litdata. To shuffle, webdataset
             draws from a buffer of as many samples as a shard has.
+threads: the same, shuffled, with as many threads on both sides: peers with one of torch's threads and with all that it
+         takes by itself, since their copies are torch's; a DataLoader of the files and webdataset's own loader, with
+         workers; qie with one reader thread and with its default. qie's copies use no threads of torch.
 check:   the cost of the first pass by `verify`: each record's SHA-256 once, or always. Peer: no check.
 wait:    the share of time that training steps of 50 ms wait for the next of these samples, by `verify="first"`.
 start:   seconds from the start of a process to its first batch, imports included. Peer: one of a webdataset.
@@ -25,11 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from formats import LOOSE, Pass, Tensors, batch, joined_batch, peers, write_peers
+import torch
+from formats import LOOSE, Pass, Tensors, batch, joined_batch, loaders, peers, write_peers
 from measuring import Results, Row, absolute, beside, figure, in_turn, seconds
 from measuring import parser as common
 from samples import WIDTH, write_shards
@@ -50,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     made = common(__doc__, runs=5)
     made.add_argument("--samples", type=int, default=200)
     made.add_argument("--mb", type=float, default=10, help="of a prompt's embedding")
+    made.add_argument("--workers", type=int, default=2, help="of the peers' loaders (%(default)s)")
     made.add_argument("--folder", type=Path, help="where to write some gigabytes; by default among temporary files")
     return made
 
@@ -64,16 +69,68 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for number, (sample, record) in enumerate(write_shards(folder / "shards", options.samples, tokens, SHARD_SIZE)):
             write_peers(folder, number, sample, record)
             stored += len(record)
-        results.add(*reading(folder, options.samples, options.runs, stored))
+        passes = peers(folder, SHARD_SIZE)
+        # First: the loaders fork their workers while this process has no threads of a stream.
+        results.add(*equal_threads(folder, passes, options.samples, options.runs, options.workers, stored))
+        results.add(*reading(folder, passes, options.samples, options.runs, stored))
         results.add(*checking(folder, options.samples, options.runs))
         results.add(*waiting(folder, options.samples, options.runs))
         results.add(*starting(folder, options.runs))
     results.save()
 
 
-def reading(folder: Path, count: int, runs: int, stored: int) -> list[Row]:
+def equal_threads(
+    folder: Path, passes: Mapping[str, Pass], count: int, runs: int, workers: int, stored: int
+) -> list[Row]:
+    """Two rows for each peer and each number of torch's threads: beside one reader thread, and beside the default."""
+    workers = min(workers, -(-count // SHARD_SIZE))  # webdataset refuses a worker without a shard
+    theirs: dict[str, Callable[[], object]] = {
+        name: partial(exhausted, made) for name, made in loaders(folder, SHARD_SIZE, workers).items()
+    }
+    more = dict.fromkeys(theirs, f"workers: {workers}")
+    for name, threads in itertools.product(("webdataset", "safetensors files"), sorted({1, torch.get_num_threads()})):
+        told = f"{name}, torch's threads: {'default' if threads > 1 else 1}"
+        theirs[told] = partial(with_threads, threads, partial(read_once, passes[name], True, batch))
+    ours = {
+        "reader threads: 1": reader(opened(folder, "off", threads=1), count),
+        "reader threads: default": reader(opened(folder, "off"), count),
+    }
+    took, shown = in_turn(theirs | ours, runs), partial(rate, stored)
+    return [
+        beside(
+            f"{peer}, {mine}",
+            f"read shuffled, {mine}",
+            peer,
+            took[peer],
+            took[mine],
+            shown=shown,
+            more=more.get(peer, ""),
+        )
+        for peer, mine in itertools.product(theirs, ours)
+    ]
+
+
+def with_threads(threads: int, read: Callable[[], object]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        read()
+    finally:
+        torch.set_num_threads(before)
+
+
+def exhausted(batches: Callable[[], Iterable[object]]) -> None:
+    exhaust(batches())
+
+
+def rate(stored: int, taken: float) -> str:
+    # A record is counted once, whatever is made of it: the peers differ in what they copy.
+    return f"{figure(stored / taken / 1e9)} GB/s"
+
+
+def reading(folder: Path, passes: Mapping[str, Pass], count: int, runs: int, stored: int) -> list[Row]:
     """Two rows of qie's own evenness, and two for each peer in either order."""
-    passes, jobs = peers(folder, SHARD_SIZE), dict[Job, Callable[[], object]]()
+    jobs: dict[Job, Callable[[], object]] = {}
     for shuffled in (False, True):
         for verify in ("off", "first"):
             jobs[OURS.format(verify), shuffled] = reader(opened(folder, verify, shuffled), count)
@@ -85,21 +142,18 @@ def reading(folder: Path, count: int, runs: int, stored: int) -> list[Row]:
     taken = in_turn({str(number): jobs[job] for number, job in numbered.items()}, runs)
     took = {job: taken[str(number)] for number, job in numbered.items()}
 
-    def rate(taken: float) -> str:
-        # A record is counted once, whatever is made of it: the peers differ in what they copy.
-        return f"{figure(stored / taken / 1e9)} GB/s"
-
+    shown = partial(rate, stored)
     rows = []
     for verify in ("off", "first"):
         name = OURS.format(verify)
         what, peer = f"read shuffled, {name}", f"{name}, in order"
-        rows.append(beside(f"even {verify}", what, peer, took[name, False], took[name, True], shown=rate))
+        rows.append(beside(f"even {verify}", what, peer, took[name, False], took[name, True], shown=shown))
     for shuffled, name in itertools.product((False, True), passes):
         order, mine = "shuffled" if shuffled else "in order", took[OURS.format("off"), shuffled]
-        rows.append(beside(f"{name} {order}", f"read {order}", name, took[name, shuffled], mine, shown=rate))
+        rows.append(beside(f"{name} {order}", f"read {order}", name, took[name, shuffled], mine, shown=shown))
         if (joined := took.get((f"{name}, joined", shuffled))) is not None:
             peer = f"{name}, joining the null prompt"
-            rows.append(beside(f"{name} {order} joined", f"read {order}", peer, joined, mine, shown=rate))
+            rows.append(beside(f"{name} {order} joined", f"read {order}", peer, joined, mine, shown=shown))
     return rows
 
 
@@ -112,9 +166,9 @@ def exhaust(batches: Iterable[object]) -> None:
         pass
 
 
-def opened(folder: Path, verify: str, shuffled: bool = True) -> Stream:
+def opened(folder: Path, verify: str, shuffled: bool = True, threads: int = Stream.threads) -> Stream:
     samples = ShardSet.open([folder / "shards"], verify=verify)  # type: ignore[arg-type]
-    return Stream.over(samples, 1, order="shuffle" if shuffled else "sequence")
+    return Stream.over(samples, 1, order="shuffle" if shuffled else "sequence", threads=threads)
 
 
 def reader(stream: Stream, count: int) -> Callable[[], None]:

@@ -94,8 +94,14 @@ def test_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "starting", lambda folder, runs: [])  # processes that import torch
     monkeypatch.setattr(read, "STEP_S", 0.0)
     file = tmp_path / "rows.json"
-    read.main(["--samples", "4", "--mb", "0.4", "--runs", "1", "--json", str(file)])
-    assert {"webdataset shuffled", "torch.load in order joined", "check always"} <= {row.key for row in rows_in(file)}
+    read.main(["--samples", "4", "--mb", "0.4", "--runs", "1", "--workers", "0", "--json", str(file)])
+    keys = {row.key for row in rows_in(file)}
+    assert {"webdataset shuffled", "torch.load in order joined", "check always"} <= keys
+    assert {
+        f"{peer}, reader threads: {threads}"
+        for peer in ("safetensors files in a DataLoader", "webdataset's WebLoader", "webdataset, torch's threads: 1")
+        for threads in (1, "default")
+    } <= keys
 
 
 def test_loop(tmp_path: Path) -> None:
