@@ -1,6 +1,7 @@
 """How qie scales with samples and GPUs: the curves that one machine can measure, and the rest on paper.
 
-    python benchmarks/scaling.py [--samples 10000 100000 1000000 10000000] [--own 100000] [--runs 3] [--folder DIR]
+    python benchmarks/scaling.py [--samples 10000 100000 1000000 10000000] [--own 100000] [--follow 4000] [--runs 3]
+                                 [--folder DIR]
     python benchmarks/scaling.py --only-computed
 
 open:    a folder of tiny samples from its compacted index, in a process of its own; then the first plan, of a shuffle
@@ -8,6 +9,8 @@ open:    a folder of tiny samples from its compacted index, in a process of its 
 read:    shuffled samples a second after that: opening files, checking hashes, making batches. Tars are links to a few
          small files, so this is the reader's own time, without a disk's.
 own:     opening from each shard's own index instead, up to so many samples. Peer: the compacted index.
+follow:  CPU time to take in so many shards of 64 samples, each when it is published, and to plan what can be planned;
+         no sample is read.
 work:    on paper, of 10⁴ to 10⁹ samples and of 1 to 512 GPUs, and a simulation of local copies with the real plan.
 """
 
@@ -29,9 +32,12 @@ from many import SHARD_SIZE, generate
 from measuring import Results, Row, absolute, beside, figure, forget_peak, grown_bytes
 from measuring import parser as common
 
+from qie.data.follow import GrowingPlans, GrowingSamples
+from qie.data.plan import PlanSettings
 from qie.data.stream import Stream
 from qie.shards.compact_index import COMPACT_NAME
 from qie.shards.shard_set import ShardSet
+from qie.stores import LocalFolder
 
 BATCH_SIZE = 8
 READ = 2000
@@ -42,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made = common(__doc__, runs=3)
     made.add_argument("--samples", type=int, nargs="+", default=[10**4, 10**5, 10**6, 10**7])
     made.add_argument("--own", type=int, default=10**5, help="most samples to open from the shards' own indexes")
+    made.add_argument("--follow", type=int, default=4000, help="shards to follow")
     made.add_argument("--folder", type=Path, help="where to write; by default among temporary files")
     made.add_argument("--only-computed", action="store_true", help="measure nothing")
     made.add_argument("--opening", type=Path, help=argparse.SUPPRESS)
@@ -62,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             point, rows = measured(Path(name), count, options)
             curve.append(point)
             results.add(*rows)
+    if options.follow and not options.only_computed:
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            results.add(followed(Path(name), options.follow))
     for table in on_paper(curve):
         results.say(f"\n{table}")
     results.save(curve=curve)
@@ -95,6 +105,27 @@ def measured(folder: Path, count: int, options: argparse.Namespace) -> tuple[dic
         rows.append(beside(f"own {count}", f"{what}: opened from the compacted index", peer, alone, ours))
         point["own_s"] = statistics.median(alone)
     return point, rows
+
+
+def followed(folder: Path, count: int) -> Row:
+    """CPU time of following, in one pass: its parts show whether it grows with what is there."""
+    generate(folder / "shards", count * SHARD_SIZE, indexes=True)
+    (folder / "there").mkdir()
+    samples = GrowingSamples(LocalFolder(folder / "there"), count * SHARD_SIZE)
+    plans, spent = None, []
+    for tar in sorted((folder / "shards").glob("*.tar")):
+        for file in (tar, tar.with_suffix(".json")):
+            file.rename(folder / "there" / file.name)
+        started = time.process_time()
+        samples.grow()
+        plans = plans or GrowingPlans(samples, PlanSettings(BATCH_SIZE))
+        plans.of(0)
+        samples.grow()  # a look that finds nothing
+        spent.append(time.process_time() - started)
+    quarter = -(-count // 4)
+    parts = [1000 * statistics.mean(spent[start : start + quarter]) for start in range(0, count, quarter)]
+    detail = f"together {figure(sum(spent))} s; quarter by quarter {', '.join(map(figure, parts))} ms a shard"
+    return absolute(f"follow {count}", f"{count:,} shards: followed", parts, " ms CPU a shard", detail=detail)
 
 
 def opened(shards: Path) -> dict[str, float]:

@@ -169,6 +169,7 @@ def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert point["samples"] == 192 and point["index_bytes"] > 192 * script("many.py").bytes_of_a_row()
     assert [row.key for row in rows] == ["open 150", "read 150", "own 150"]
     assert "192" in str(script("paper.py").measured([point]))
+    assert scaling.followed(tmp_path / "followed", 5).key == "follow 5"
 
 
 def test_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
