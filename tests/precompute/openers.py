@@ -113,6 +113,21 @@ def slow(count: int) -> tuple[StubSource, StubEncoder]:
     return StubSource.of(count), Slow()
 
 
+def first_waiting(count: int, opened: str) -> tuple[StubSource, StubEncoder]:
+    """Appends its process to the file `opened`. The first that does waits at row 4, for a minute, for its end."""
+    with Path(opened).open("a") as file:
+        first = file.tell() == 0
+        file.write(f"{os.getpid()}\n")
+    return rows(count), Waiting() if first else StubEncoder()
+
+
+class Waiting(StubEncoder):
+    def encode(self, row: Row) -> Sample:
+        if row.index == 4:
+            threading.Event().wait(60)
+        return super().encode(row)
+
+
 class Slow(StubEncoder):
     def encode(self, row: Row) -> Sample:
         threading.Event().wait(0.05)

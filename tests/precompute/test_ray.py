@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from qie.errors import UsageError
 from qie.precompute import precompute
-from qie.precompute.ray import slots_of
+from qie.precompute.ray import require_a_slot, slots_of
 from tests.conftest import ROOT
 from tests.precompute import openers
 from tests.stubs import StubEncoder
@@ -27,7 +28,7 @@ ROWS, SHARD_SIZE, TIMEOUT_S = 60, 4, 300
 
 # Prints a line of JSON for each scenario. All on one cluster, for to start one takes longer than all of them.
 SCRIPT = """
-import json, logging, sys, time
+import json, logging, sys, time, warnings
 from functools import partial
 from pathlib import Path
 import ray
@@ -38,9 +39,11 @@ from qie.stores import open_folder
 from tests.precompute import openers
 
 work, session = Path(sys.argv[1]), sys.argv[2]
-head = dict(num_cpus=0, num_gpus=0, include_dashboard=False, temp_dir=session)
+head = dict(num_cpus=0, num_gpus=0, include_dashboard=False, temp_dir=session,
+            _system_config={"health_check_period_ms": 1000})  # dead after five refused; a slow one has as long as ever
 cluster = Cluster(initialize_head=True, head_node_args=head)
-nodes = [cluster.add_node(num_cpus=1, num_gpus=0) for _ in range(2)]
+for _ in range(2):
+    cluster.add_node(num_cpus=1, num_gpus=0)
 cluster.wait_for_nodes()
 ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
 
@@ -48,7 +51,8 @@ def say(name, **values):
     print(json.dumps({"name": name} | values), flush=True)
 
 def run(name, opener, gpus=0, rows=ROWS, follow=lambda rows: None, **settings):
-    seen, started = [], time.monotonic()
+    seen, started, warned = [], time.monotonic(), []
+    warnings.showwarning = lambda message, *_: warned.append(str(message))
 
     def progress(report):
         seen.append(report.rows)
@@ -65,7 +69,7 @@ def run(name, opener, gpus=0, rows=ROWS, follow=lambda rows: None, **settings):
         wall = time.monotonic() - started
         workers = {stage: load.workers for stage, load in report.loads.items()}
         skipped_rows = [gone.row for gone in report.skipped]
-        say(name, seen=seen, wall=wall, workers=workers, skipped_rows=skipped_rows, **report.to_dict())
+        say(name, seen=seen, wall=wall, workers=workers, skipped_rows=skipped_rows, warned=warned, **report.to_dict())
 
 run("plain", partial(openers.plain, ROWS))
 run("plain", partial(openers.plain, ROWS))
@@ -76,19 +80,21 @@ run("slow", partial(openers.slow, 32), rows=32)
 say("counts", found=[gpus_of("auto", "auto"), gpus_of("cpu", "cpu"), gpus_of("cuda:0", "cuda:0"),
                      gpus_of("cuda:0", "cuda:1"), gpus_of("cpu", "cuda:0")])
 
-def kill_a_node(rows):
-    if len(nodes) == 2:
-        cluster.remove_node(nodes.pop(), allow_graceful=False)
+nodes = [cluster.add_node(num_cpus=1, num_gpus=1)]
 
-run("bereft", partial(openers.slow, 32), rows=32, follow=kill_a_node)
+def change(rows):
+    if len(nodes) == 1:
+        nodes.append(cluster.add_node(num_cpus=1, num_gpus=1))
+    elif nodes[0]:  # the other one has done a task
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        nodes[0] = None
+
+run("changing", partial(openers.first_waiting, ROWS, str(work / "opened")), gpus=1, follow=change)
 gone = time.monotonic() + 60  # the head learns of a dead node from its silence
-while (left := sum(node["Alive"] for node in ray.nodes())) > 2 and time.monotonic() < gone:
+while (left := sum(node["Alive"] for node in ray.nodes())) > 4 and time.monotonic() < gone:
     time.sleep(0.1)
 say("left", nodes=left)
 
-for _ in range(2):
-    cluster.add_node(num_cpus=1, num_gpus=1)
-run("two gpus", partial(openers.plain, ROWS), gpus=2)
 ray.shutdown()
 cluster.shutdown()
 """.replace("ROWS", str(ROWS)).replace("SHARD_SIZE", str(SHARD_SIZE))
@@ -177,14 +183,21 @@ def test_a_task_whose_worker_was_killed_is_tried_again_and_goes_on_where_it_was(
     assert files(told[0] / "dying") == whole
     assert (report["rows"], report["skipped"]) == (60, 2)
     assert report["encoded"] + report["reused"] == 58
+    assert report["warned"] == ["a worker of the Ray cluster died: its shards from row 28 to 32 go to another"]
 
 
-def test_when_a_node_dies_its_tasks_go_to_the_other_one(told) -> None:
-    (report,), (left,) = of(told, "bereft"), of(told, "left")
+def test_a_node_that_joins_late_gets_work_and_the_tasks_of_one_that_dies(told, whole: dict[str, bytes]) -> None:
+    (report,), (left,) = of(told, "changing"), of(told, "left")
     assert "error" not in report, report
-    assert left["nodes"] == 2, "the head and one of two nodes are left"
-    assert (report["rows"], report["encoded"] + report["reused"], report["skipped"]) == (32, 32, 0)
-    assert files(told[0] / "bereft") == files(told[0] / "slow")
+    assert left["nodes"] == 4, "the first node with a GPU is still there"
+    assert files(told[0] / "changing") == whole
+    assert (report["rows"], report["encoded"] + report["reused"], report["skipped"]) == (60, 58, 2)
+    assert "a worker of the Ray cluster died: its shards from row 4 to 8 go to another" in report["warned"]
+
+
+def test_each_worker_opens_its_encoder_once_for_all_its_tasks(told) -> None:
+    opened = (told[0] / "opened").read_text().split()
+    assert len(opened) == len(set(opened)) == 2
 
 
 def test_an_error_of_a_task_arrives_as_it_is(told) -> None:
@@ -201,19 +214,20 @@ def test_a_task_that_no_node_can_run_is_an_error_of_usage(told) -> None:
     assert not (told[0] / "gpus").exists()
 
 
-def test_two_nodes_of_one_gpu_each_cannot_run_a_task_of_two_gpus(told) -> None:
-    (failure,) = of(told, "two gpus")
-    assert failure["error"] == "UsageError", failure
-    assert "2 × (1 GPUs, 1 CPUs)" in failure["text"] and "name one device for both encoders" in failure["text"]
+def node(alive: bool = True, **resources: float) -> dict:
+    return {"Alive": alive, "Resources": resources}
+
+
+def test_nodes_of_one_gpu_cannot_run_a_task_of_two() -> None:
+    with pytest.raises(UsageError, match="no node of the Ray cluster has enough GPUs") as refused:
+        require_a_slot([node(CPU=1.0, GPU=1.0)] * 2, 2)
+    assert "2 × (1 GPUs, 1 CPUs)" in str(refused.value) and "name one device for both" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("gpus", "slots"), [(0, 14), (1, 6), (2, 3)], ids=["on CPUs", "of one GPU", "of two GPUs of one node"]
 )
 def test_slots_are_those_of_each_living_node(gpus: int, slots: int) -> None:
-    def node(alive: bool = True, **resources: float) -> dict:
-        return {"Alive": alive, "Resources": resources}
-
     nodes = [node(), node(CPU=8.0, GPU=1.0), node(CPU=2.0, GPU=4.0), node(CPU=4.0, GPU=3.0)]
     assert slots_of([*nodes, node(alive=False, CPU=8.0, GPU=8.0)], gpus) == slots
 
