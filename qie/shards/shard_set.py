@@ -97,6 +97,8 @@ class ShardSet:
         elif tables:
             self._growing.append(tables)
         self.table = self._growing.table
+        for known in ("keys", "entries", "distant"):  # computed when they are first asked for
+            self.__dict__.pop(known, None)
 
     @classmethod
     def open(
