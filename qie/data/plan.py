@@ -144,9 +144,7 @@ class PlanSettings:
         weights = [self.weights.get(name, 1.0) for name in columns.source_names]
         # Then every epoch draws the same samples, each time in another order.
         alike = len(starts(columns.rows)) == len(columns) and all(weight == round(weight) for weight in weights)
-        place = {shape: number for number, shape in enumerate(dict.fromkeys(columns.shape_names))}
-        shapes = np.array([place[shape] for shape in columns.shape_names], np.int64)
-        total = 0
+        shapes, total = _shape_numbers(columns), 0
         for epoch in range(min(epochs, 1) if alike else epochs):
             drawn, _ = draw(columns, self.seed, epoch, weights, leave_out, shuffled=self.order != "sequence")
             full, rest = np.divmod(np.bincount(shapes[columns.shapes[drawn]]), self.global_batch_size)
@@ -291,10 +289,9 @@ def _batches(
         similar: stretches of so many batches are sorted by length.
         most: how often a row is drawn at most; stretches are made so short that its draws are in different ones.
     """
-    place = {shape: number for number, shape in enumerate(sorted(set(columns.shape_names)))}
-    shapes = narrow(np.array([place[shape] for shape in columns.shape_names], np.int64))[columns.shapes[drawn]]
+    shapes = _shape_numbers(columns)[columns.shapes[drawn]]
     by_shape = np.argsort(shapes, kind="stable")
-    counts = np.bincount(shapes, minlength=len(place))
+    counts = np.bincount(shapes, minlength=len(columns.shape_names))
     rest = counts % size
     incomplete = np.flatnonzero(rest)
     # The tail is what the shuffle put last. It is cut off before sorting by length, or it would be the longest.
@@ -315,6 +312,12 @@ def _batches(
         np.concatenate([filled, rest[incomplete].astype(np.int32)]),
         np.concatenate([last, np.full(len(tails), len(drawn) - 1)]),
     )
+
+
+def _shape_numbers(columns: Columns) -> NDArray[Any]:
+    """A number for each of the columns' names of shapes: equal for equal shapes, and rising with them."""
+    place = {shape: number for number, shape in enumerate(sorted(set(columns.shape_names)))}
+    return narrow(np.array([place[shape] for shape in columns.shape_names], np.int64))
 
 
 def _sorted_by_length(

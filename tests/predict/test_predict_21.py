@@ -10,11 +10,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-import yaml
-from click.testing import CliRunner
 from PIL import Image
 
-from qie.cli import predict
 from qie.config import AdapterConfig, load_config
 from qie.encode.images import on_background
 from qie.errors import ModelError, QieError
@@ -28,7 +25,7 @@ from qie.training.model.blocks import KeptActivations, checkpoint_activations, c
 from qie.training.model.load import save_transformer
 from qie.training.model.lora import add_frozen_adapters, save_adapter
 from qie.training.model.training_forward import use_training_forward
-from tests.conftest import AREA_PX
+from tests.predict.commands import run_predict, write_config
 from tests.training.adapters import randomise, trained_adapter, transformer_of
 
 CPU = torch.device("cpu")
@@ -61,11 +58,7 @@ def made(tiny_21: Path, tmp_path: Path):
     def run(*arguments: object, code: int = 0, output: str | None = "out.png", prompt: str | None = PROMPT):
         asked = [] if output is None else ["--output", tmp_path / output]
         asked += [] if prompt is None else ["--prompt", prompt]
-        words = ["--config", tmp_path / "config.yaml", *asked, *arguments]
-        result = CliRunner().invoke(predict.main, [str(word) for word in words])
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        assert result.exit_code == code, result.output
+        result = run_predict("--config", tmp_path / "config.yaml", *asked, *arguments, code=code)
         return opened(tmp_path / (output or "a.png")) if code == 0 else result.stderr
 
     return run
@@ -75,16 +68,6 @@ def opened(path: Path) -> Image.Image:
     with Image.open(path) as image:
         image.load()
     return image
-
-
-def write_config(path: Path, pretrained: Path, **sections: dict) -> None:
-    content = {
-        "model": {"pretrained_model_name_or_path": str(pretrained)},
-        "data": {"area_px": AREA_PX, "allow_tiny": True},
-        "train": {"mixed_precision": "no"},
-        "predict": {"devices": {"vae": "cpu", "text_encoder": "cpu", "transformer": "cpu"}},
-    }
-    path.write_text(yaml.safe_dump(content | sections))
 
 
 def told(image: Image.Image) -> dict:

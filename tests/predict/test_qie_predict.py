@@ -9,7 +9,6 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-import yaml
 from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -27,6 +26,7 @@ from qie.training.model.adapter_file import ADAPTER_FILE
 from qie.training.model.load import save_transformer
 from qie.training.model.lora import add_frozen_adapters, save_adapter
 from tests.conftest import AREA_PX
+from tests.predict.commands import run_predict, write_config
 from tests.training.adapters import randomise, trained_adapter, transformer_of
 
 QUICK = ("--steps", 2, "--cfg", 1)
@@ -61,24 +61,9 @@ def edit(tiny_edit: Path, images: list[Path], tmp_path: Path):
 
     def run(*arguments: object, code: int = 0, single: bool = True, output: str = "out.png"):
         asked = ("--image", images[0], "--prompt", PROMPT, "--output", tmp_path / output) if single else ()
-        words = ["--config", tmp_path / "config.yaml", *asked, *QUICK, *arguments]
-        result = CliRunner().invoke(predict.main, [str(word) for word in words])
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        assert result.exit_code == code, result.output
-        return result
+        return run_predict("--config", tmp_path / "config.yaml", *asked, *QUICK, *arguments, code=code)
 
     return run
-
-
-def write_config(path: Path, pretrained: Path, **sections: dict) -> None:
-    content = {
-        "model": {"pretrained_model_name_or_path": str(pretrained)},
-        "data": {"area_px": AREA_PX, "allow_tiny": True},
-        "train": {"mixed_precision": "no"},
-        "predict": {"devices": {"vae": "cpu", "text_encoder": "cpu", "transformer": "cpu"}},
-    }
-    path.write_text(yaml.safe_dump(content | sections))
 
 
 def pixels(path: Path) -> bytes:

@@ -11,7 +11,9 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
 
+from qie.training.model.lora import round_adapters
 from qie.training.model.quantize import quantize_blocks
+from qie.training.model.training_forward import use_training_forward
 
 WIDTH, JOINT, CHANNELS = 32, 24, 16
 GRIDS = [(1, 4, 6), (1, 4, 4)]  # target and control, in tokens
@@ -107,6 +109,16 @@ def kinds(everywhere: Sequence[str]) -> dict[str, Kind]:
         "all weights": lambda transformer: transformer.requires_grad_(True),
         "int8": int8,
     }
+
+
+def ready(transformer: Any, kind: Kind, *, own: bool, dtype: torch.dtype) -> Any:
+    """As a training step has it, in `dtype` already; `own` with the training's forward pass."""
+    kind(transformer)
+    if dtype != torch.float32:
+        round_adapters(transformer)
+    if own:
+        use_training_forward(transformer)
+    return transformer.train()
 
 
 def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -13,11 +13,10 @@ import torch
 
 from qie.training.model.blocks import KeptActivations, checkpoint_activations, compile_blocks, offloaded_blocks
 from qie.training.model.fp8 import FP8Linear
-from qie.training.model.lora import round_adapters
 from qie.training.model.quantize import quantize_blocks
 from qie.training.model.single_stream import predict_targets
 from qie.training.model.training_forward import use_training_forward
-from tests.training.small import Graphs, Kind, differences, kinds, lora
+from tests.training.small import Graphs, Kind, differences, kinds, lora, ready
 
 if not hasattr(diffusers, "QwenImage21Transformer2DModel"):
     pytest.skip("Qwen-Image-2.1 needs diffusers 0.42", allow_module_level=True)
@@ -47,12 +46,7 @@ def small(kind: Kind = KINDS["LoRA"], *, own: bool, dtype: torch.dtype = torch.f
     for weight in transformer.parameters():
         torch.nn.init.normal_(weight, std=0.6 / weight.shape[-1] ** 0.5 if weight.ndim > 1 else 0.3)
     transformer.to(dtype)
-    kind(transformer)
-    if dtype != torch.float32:
-        round_adapters(transformer)
-    if own:
-        use_training_forward(transformer)
-    return transformer.train()
+    return ready(transformer, kind, own=own, dtype=dtype)
 
 
 @dataclass(frozen=True)

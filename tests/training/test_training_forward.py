@@ -12,9 +12,18 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 
 from qie.training.model.blocks import KeptActivations, checkpoint_activations, compile_blocks
 from qie.training.model.dual_stream import predict_target
-from qie.training.model.lora import round_adapters
-from qie.training.model.training_forward import use_training_forward
-from tests.training.small import CHANNELS, JOINT, Graphs, Kind, differences, inputs, kinds, lora, small_transformer
+from tests.training.small import (
+    CHANNELS,
+    JOINT,
+    Graphs,
+    Kind,
+    differences,
+    inputs,
+    kinds,
+    lora,
+    ready,
+    small_transformer,
+)
 
 TWO, THREE = [(1, 4, 6), (1, 4, 4)], [(1, 4, 6), (1, 4, 4), (1, 2, 6), (1, 6, 2)]
 EVERYWHERE = [
@@ -28,12 +37,7 @@ def made(kind: Kind, *, own: bool, dtype: torch.dtype = torch.float32, **changes
     """A model of two blocks; `own` with the training's forward pass."""
     transformer = small_transformer(lora=False, **{"num_layers": 2, **changes}).to(dtype)
     torch.manual_seed(3)
-    kind(transformer)
-    if dtype != torch.float32:
-        round_adapters(transformer)
-    if own:
-        use_training_forward(transformer)
-    return transformer.train()
+    return ready(transformer, kind, own=own, dtype=dtype)
 
 
 def step(
