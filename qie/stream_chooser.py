@@ -406,9 +406,20 @@ class _Opening:
         if isinstance(samples, LiveSamples) and samples.lacking:
             quick_turns()  # encoders work beside the training step
             threads = max(threads, len(samples.encoder.stages))
-        keep = keep_of(self.config, self.accelerator.device)
         plans = FixedPlans(samples, self._plan_settings())
-        return self._mine(samples, plans, accepted, threads, KeptSamples(keep) if keep else None)
+        return self._mine(samples, plans, accepted, threads, self._kept(len(samples.digests)))
+
+    def _kept(self, samples: int) -> KeptSamples | None:
+        """What keeps samples in memory: with several processes, those of a machine share it."""
+        keep, accelerator = keep_of(self.config, self.accelerator.device), self.accelerator
+        if keep is None:
+            return None
+        if accelerator.num_processes == 1:
+            return KeptSamples(keep)
+        from accelerate.utils import gather_object
+
+        first = accelerator.is_local_main_process
+        return KeptSamples.of_machine(keep, samples, lambda mine: gather_object([mine]), self.warn, first=first)
 
     def _plan_settings(self) -> PlanSettings:
         data = self.config.data

@@ -224,7 +224,9 @@ class KeepConfig(Section):
     )
     embeds: Literal["none", "cpu", "gpu"] = Field("none", description="Where to keep the embeddings of prompts.")
     budget_bytes: Bytes = Field(
-        8 * 10**9, description="Memory for both; samples beyond it are read again in each epoch."
+        8 * 10**9,
+        description="Host memory for all processes of a machine together, and as much on each GPU; samples beyond it "
+        "are read again in each epoch.",
     )
 
 

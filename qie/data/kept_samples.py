@@ -5,17 +5,21 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import torch
 
+from qie.data.shared_tier import Gather, Part, Unshared, open_shared
+from qie.quantities import human_bytes
 from qie.shards.tensors import TENSORS, Kind
 from qie.types import Sample
 
 _FIELDS: dict[Kind, list[str]] = defaultdict(list)
 for _tensor in TENSORS:
     _FIELDS[_tensor.kind].append(_tensor.field or _tensor.name)
+_LARGE = {*_FIELDS["latent"], *_FIELDS["embedding"]}
+_SMALL = [field.name for field in fields(Sample) if field.name not in _LARGE | set(_FIELDS["picture"])]
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Keep:
 
     Attributes:
         latents, embeds: the device; None for not at all.
-        budget_bytes: the total. Samples that come after it is spent are not kept.
+        budget_bytes: of each device: host memory for all processes of a machine that share it, a GPU's for itself.
+            Samples that come after it is spent are not kept.
     """
 
     latents: torch.device | None = None
@@ -32,53 +37,118 @@ class Keep:
     budget_bytes: int = 1 << 62
 
 
-class KeptSamples:
-    """The samples of a stream whose tensors are kept when they were first read. `bytes` says how much that is."""
+class Tier(Protocol):
+    """Parts of samples by position."""
 
-    def __init__(self, keep: Keep) -> None:
-        self.keep = keep
+    @property
+    def bytes(self) -> int:
+        """Taken of its memory."""
+
+    def get(self, position: int) -> Part | None:
+        """The part of a sample; None where it is not kept."""
+
+    def add(self, position: int, part: Part) -> Part | None:
+        """Keep a part, and give it as it is kept; None if there is no room, or somebody else keeps it meanwhile."""
+
+
+class DeviceTier:
+    """Parts of samples on a device, for this process alone. Of a part, the large tensors count and move there."""
+
+    def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self.bytes = 0
-        self._kept: dict[int, Sample | dict[str, Any]] = {}
+        self._device, self._budget_bytes = device, budget_bytes
+        self._parts: dict[int, Part] = {}
+        self._taken: set[int] = set()
         self._lock = threading.Lock()
+
+    def get(self, position: int) -> Part | None:
+        return self._parts.get(position)
+
+    def add(self, position: int, part: Part) -> Part | None:
+        size = sum(_bytes(value) for name, value in part.items() if name in _LARGE)
+        with self._lock:
+            if position in self._taken or self.bytes + size > self._budget_bytes:
+                return None
+            self._taken.add(position)
+            self.bytes += size
+        host = torch.device("cpu")
+        kept = {name: _copied(value, self._device if name in _LARGE else host) for name, value in part.items()}
+        self._parts[position] = kept
+        return kept
+
+
+class KeptSamples:
+    """The samples of a stream whose tensors are kept when they were first read, on each device in a tier of its own.
+
+    Args:
+        keep: what is kept.
+        host: where the part for host memory is kept; by default for this process alone.
+    """
+
+    def __init__(self, keep: Keep, host: Tier | None = None) -> None:
+        self.keep = keep
+        self._tiers: list[tuple[Tier, list[str]]] = []
+        for device in dict.fromkeys(filter(None, (keep.latents, keep.embeds))):
+            names = _FIELDS["latent"] if keep.latents == device else []
+            names = names + (_FIELDS["embedding"] if keep.embeds == device else [])
+            shared = host if device.type == "cpu" else None
+            self._tiers.append((shared or DeviceTier(device, keep.budget_bytes), names))
+        self._whole: dict[int, Sample] = {}
+
+    @classmethod
+    def of_machine(
+        cls, keep: Keep, samples: int, gather: Gather, say: Callable[[str], object], *, first: bool
+    ) -> KeptSamples:
+        """Samples whose part for host memory is kept once for all processes of a machine. All call it together.
+
+        Where they cannot share memory, each has its part of the budget.
+
+        Args:
+            keep: what is kept.
+            samples: positions are below this.
+            gather: exchanges values with all processes of the run.
+            say: told when there is less memory than the budget, or none that can be shared.
+            first: whether this process speaks for its machine.
+        """
+        if torch.device("cpu") not in (keep.latents, keep.embeds):
+            return cls(keep)
+        host: Any = open_shared(samples, keep.budget_bytes, gather, say)
+        if isinstance(host, Unshared):
+            each = keep.budget_bytes // host.processes
+            if first:
+                say(
+                    f"the processes of this machine cannot share kept samples ({host.reason}): each keeps up to "
+                    f"{human_bytes(each)} of cache.keep.budget_bytes for itself"
+                )
+            host = DeviceTier(torch.device("cpu"), each)
+        return cls(keep, host)
+
+    @property
+    def bytes(self) -> int:
+        """Kept on all devices; in host memory that is shared, by all processes."""
+        return sum(tier.bytes for tier, _ in self._tiers)
 
     def fetch(self, position: int, read: Callable[[int], Sample]) -> Sample:
         """The sample as `read` gives it, byte for byte; `read` is not called again if all of the sample is kept."""
-        kept = self._kept.get(position)
-        if isinstance(kept, Sample):
-            return kept
+        whole = self._whole.get(position)
+        if whole is not None:
+            return whole
+        parts = [tier.get(position) for tier, _ in self._tiers]
+        if None not in parts and sum(len(names) for _, names in self._tiers) == len(_LARGE):
+            together = {name: value for part in parts if part for name, value in part.items()}
+            return self._whole.setdefault(position, Sample(**together))  # nothing of it lies in a shard
         sample = read(position)
-        if kept is None:
-            kept = self._moved(sample)
-            with self._lock:
-                size = sum(_bytes(value) for value in kept.values())
-                if position in self._kept or self.bytes + size > self.keep.budget_bytes:
-                    return sample
-                self.bytes += size
-                self._kept[position] = self._whole(sample, kept) or kept
-        return replace(sample, **kept)
-
-    def _moved(self, sample: Sample) -> dict[str, Any]:
-        devices: dict[Kind, torch.device | None] = {"latent": self.keep.latents, "embedding": self.keep.embeds}
-        return {
-            name: _copied(getattr(sample, name), device)
-            for kind, device in devices.items()
-            if device is not None
-            for name in _FIELDS[kind]
-        }
-
-    def _whole(self, sample: Sample, kept: dict[str, Any]) -> Sample | None:
-        """The sample without anything that lies in a shard, if all large tensors are kept."""
-        if len(kept) < len(_FIELDS["latent"]) + len(_FIELDS["embedding"]):
-            return None
-        masks = {name: mask.clone() for name in _FIELDS["mask"] if (mask := getattr(sample, name)) is not None}
-        changes: dict[str, Any] = kept | masks | dict.fromkeys(_FIELDS["picture"])
+        changes: dict[str, Any] = {}
+        for part, (tier, names) in zip(parts, self._tiers, strict=True):
+            kept = part or tier.add(position, {name: getattr(sample, name) for name in [*_SMALL, *names]})
+            changes |= {name: kept[name] for name in names} if kept else {}
         return replace(sample, **changes)
 
 
 def _copied(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):
         return tuple(_copied(part, device) for part in value)
-    return value.to(device, copy=True)
+    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _bytes(value: Any) -> int:

@@ -8,13 +8,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 
 import qie
 from qie.config import load_config
+from qie.data.kept_samples import DeviceTier
+from qie.data.shared_tier import SharedTier
 from qie.data.sources import open_source
 from qie.errors import QieError, RecipeMismatchError, UsageError
 from qie.precompute import precompute
@@ -95,6 +99,26 @@ def test_named_shards_then_write_through_then_the_cache_then_live_rows(
             choose(config, shards, follow=follow)
     else:
         assert choose(config, shards, follow=follow) == expected
+
+
+def test_processes_of_a_machine_share_the_host_memory_that_keeps_samples(
+    tmp_path: Path, shards: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: mine)
+    settings |= {"cache.trust_published": True, "cache.keep.latents": "cpu", "validation.rows": 0}
+    config = config_of(tmp_path, settings)
+    pretrained = qie.open_pretrained(config.model.pretrained_model_name_or_path, components=("transformer",))
+    tiers = []
+    for processes in (1, 2):
+        group: Any = SimpleNamespace(num_processes=processes, process_index=0, device=torch.device("cpu"))
+        group.is_main_process = group.is_local_main_process = True
+        group.wait_for_everyone = lambda: None
+        with open_training_stream(config, pretrained, group) as stream:
+            assert stream.kept is not None
+            tiers.extend(tier for tier, _ in stream.kept._tiers)
+            next(iter(stream))
+    alone, shared = tiers
+    assert isinstance(alone, DeviceTier) and isinstance(shared, SharedTier) and shared.bytes > 0
 
 
 # Shards of another recipe
