@@ -7,14 +7,19 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from math import prod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from qie.data.plan import PlannedBatch
 from qie.errors import ShardError
 from qie.types import Batch, Sample
+
+ALIGNMENT = 64
+"""Of tensors in a room, in bytes, as torch's allocator has it."""
 
 
 def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = False) -> Batch:
@@ -30,41 +35,64 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
             batch is gone, for the next one.
     """
     prompts, tails = [sample.prompt_embed for sample in samples], [sample.empty_tail for sample in samples]
-    empty_lengths = [sample.shared_prefix + len(sample.empty_tail) for sample in samples]
+    latents = [sample.pixel_latent for sample in samples]
     controls = zip(*(sample.control_latent for sample in samples), strict=True)
     # The largest copy first: of two threads, one then copies while the other does what needs Python's lock. Copied
     # last, samples of 11 MB come 9 % more slowly.
-    prompt_embed = _padded(prompts, pinned)
+    prompt_embed, empty_tail, pixel_latent, *control_latent = _together([prompts, tails, latents, *controls], pinned)
+    prompt_lengths = tuple(map(len, prompts))
+    empty_lengths = tuple(sample.shared_prefix + len(sample.empty_tail) for sample in samples)
     return Batch(
         keys=tuple(sample.key for sample in samples),
         indices=planned.positions,
         weight=torch.tensor(planned.weights),
-        pixel_latent=_stacked([sample.pixel_latent for sample in samples], pinned),
-        control_latent=tuple(_stacked(latents, pinned) for latents in controls),
+        pixel_latent=pixel_latent,
+        control_latent=tuple(control_latent),
         prompt_embed=prompt_embed,
-        prompt_embeds_mask=_mask(list(map(len, prompts))),
-        empty_tail=_padded(tails, pinned),
-        prompt_lengths=tuple(map(len, prompts)),
+        prompt_embeds_mask=_mask(prompt_lengths),
+        empty_tail=empty_tail,
+        prompt_lengths=prompt_lengths,
         shared_prefixes=tuple(sample.shared_prefix for sample in samples),
-        empty_lengths=tuple(empty_lengths),
+        empty_lengths=empty_lengths,
         empty_prompt_embeds_mask=_mask(empty_lengths),
         loss_mask=_loss_mask(samples),
         image_slots=_image_slots(samples),
     )
 
 
-def _room(like: torch.Tensor, size: tuple[int, ...], pinned: bool) -> torch.Tensor:
-    size_bytes = prod(size) * like.itemsize
-    if pinned or like.device.type != "cpu" or size_bytes < _Rooms.LEAST:
-        return torch.empty(size, dtype=like.dtype, device=like.device, pin_memory=pinned and like.device.type == "cpu")
-    return torch.frombuffer(_rooms.take(size_bytes), dtype=like.dtype, count=prod(size)).view(size)
+def _together(parts: Sequence[Sequence[torch.Tensor]], pinned: bool) -> list[torch.Tensor]:
+    """Of each part, tensors [L_i, ...], one [B, longest L, ...]; zeros stand behind shorter ones."""
+    sizes = [(len(part), max(map(len, part)), *part[0].shape[1:]) for part in parts]
+    made = _allocated([part[0] for part in parts], sizes, pinned)
+    for slots, part in zip(made, parts, strict=True):
+        _fill(slots, part)
+    return made
+
+
+def _allocated(likes: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]], pinned: bool) -> list[torch.Tensor]:
+    """A tensor of each size, of the type of its `like`: all in one room, where one may be used again."""
+    counts = [prod(size) for size in sizes]
+    sizes_bytes = [count * like.itemsize for count, like in zip(counts, likes, strict=True)]
+    ends = list(accumulate(-(-size_bytes // ALIGNMENT) * ALIGNMENT for size_bytes in sizes_bytes))
+    devices = {like.device.type for like in likes}
+    if pinned or devices != {"cpu"} or ends[-1] < _Rooms.LEAST or 0 in counts:
+        return [
+            torch.empty(size, dtype=like.dtype, device=like.device, pin_memory=pinned and like.device.type == "cpu")
+            for size, like in zip(sizes, likes, strict=True)
+        ]
+    room = _rooms.take(ends[-1])
+    places = zip(likes, counts, [0, *ends[:-1]], sizes, strict=True)
+    return [
+        torch.frombuffer(room, dtype=like.dtype, count=count, offset=start).view(size)
+        for like, count, start, size in places
+    ]
 
 
 class _Rooms:
     """Memory of batches that are gone, for the next ones: a new page costs more than to copy into an old one."""
 
     LEAST = 2**18
-    MOST = 16
+    MOST = 8
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
@@ -90,34 +118,28 @@ class _Rooms:
 _rooms = _Rooms()
 
 
-def _padded(embeddings: Sequence[torch.Tensor], pinned: bool) -> torch.Tensor:
-    """[L_i, D] each to [B, longest L, D], padded with zeros at the end."""
-    longest, width = max(map(len, embeddings)), embeddings[0].shape[1]
-    padded = _room(embeddings[0], (len(embeddings), longest, width), pinned)
-    for slot, embedding in zip(padded, embeddings, strict=True):
-        _copy(slot[: len(embedding)], embedding)
-        slot[len(embedding) :].zero_()
-    return padded
+def _fill(slots: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor to the front of its slot, and put zeros behind.
 
-
-def _stacked(tensors: Sequence[torch.Tensor], pinned: bool) -> torch.Tensor:
-    """[...] each to [B, ...]."""
-    stacked = _room(tensors[0], (len(tensors), *tensors[0].shape), pinned)
-    for slot, tensor in zip(stacked, tensors, strict=True):
-        _copy(slot, tensor)
-    return stacked
-
-
-def _copy(slot: torch.Tensor, tensor: torch.Tensor) -> None:
-    """As `slot.copy_(tensor)`, but in this thread alone, and without Python's lock.
-
-    torch would start threads for it in each reader thread, and they would wait for one another.
+    In this thread alone, and without Python's lock: torch would start threads in each reader thread, and they would
+    wait for one another.
     """
-    if slot.device.type == tensor.device.type == "cpu":
-        bits = torch.int16 if slot.dtype == torch.bfloat16 else slot.dtype  # NumPy has no bfloat16
-        np.copyto(slot.view(bits).numpy(), tensor.view(bits).numpy())
-    else:
-        slot.copy_(tensor)
+    if {slots.device.type, tensors[0].device.type} != {"cpu"}:
+        for slot, tensor in zip(slots, tensors, strict=True):
+            slot[: len(tensor)].copy_(tensor)
+            slot[len(tensor) :].zero_()
+        return
+    for place, tensor in zip(_bits(slots), tensors, strict=True):
+        values = _bits(tensor)
+        # A copy by vector instructions. `np.copyto` calls memcpy, which takes 15 to 20 % longer for some megabytes.
+        np.bitwise_or(values, values, out=place[: len(values)])
+        if len(values) < len(place):
+            place[len(values) :] = 0
+
+
+def _bits(tensor: torch.Tensor) -> NDArray[np.int16]:
+    """A tensor of 16-bit values as NumPy has it, which knows no bfloat16."""
+    return tensor.view(torch.int16).numpy()
 
 
 def _image_slots(samples: Sequence[Sample]) -> tuple[int, ...] | None:
@@ -131,7 +153,7 @@ def _image_slots(samples: Sequence[Sample]) -> tuple[int, ...] | None:
     return slots.pop()
 
 
-def _mask(lengths: list[int]) -> torch.Tensor | None:
+def _mask(lengths: Sequence[int]) -> torch.Tensor | None:
     """[B, longest L] bool: true where a token is not padding; None without padding, which attention computes faster."""
     longest = max(lengths)
     return None if min(lengths) == longest else torch.arange(longest) < torch.tensor(lengths)[:, None]
