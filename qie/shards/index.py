@@ -31,11 +31,16 @@ _OWN_HASH = ',"this_sha256":"'
 
 @dataclass(frozen=True)
 class Member:
-    """Where a record lies in its tar, in bytes, and its SHA-256."""
+    """Where a record lies in its tar, in bytes, and its hashes; indexes of before there was an XXH3-128 have none."""
 
     offset: Whole
     size: Whole
     sha256: str
+    xxh3_128: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in an index."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,8 @@ class ShardIndex:
 
     def to_json(self) -> str:
         recipe = self.recipe.to_dict() | {"digest": self.recipe.digest}
-        values = vars(self) | {"format_version": FORMAT_VERSION, "recipe": recipe}
+        files = {name: member.to_dict() for name, member in self.files.items()}
+        values = vars(self) | {"format_version": FORMAT_VERSION, "recipe": recipe, "files": files}
         del values["this_sha256"]
         text = canonical_json(values)
         return f'{text[:-1]}{_OWN_HASH}{_sha256(text.encode())}"}}'  # its name sorts last

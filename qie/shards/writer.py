@@ -25,6 +25,7 @@ from typing import BinaryIO
 from qie.errors import ShardError
 from qie.paths import is_at, open_own
 from qie.recipe import Recipe
+from qie.shards.hashes import xxh3_128
 from qie.shards.index import Entry, Member, ShardIndex, Skipped, member_name, parse_stem, shard_stem
 from qie.stores import File, Folder, LocalFolder, open_folder
 
@@ -98,7 +99,8 @@ class ShardWriter:
             return
         info = tarfile.TarInfo(name)
         info.size, info.mtime, info.mode = len(record), 0, 0o644
-        self._members[name] = Member(self._tar.offset + _BLOCK, len(record), hashlib.sha256(record).hexdigest())
+        sha256, fast = hashlib.sha256(record).hexdigest(), xxh3_128(record).hex()
+        self._members[name] = Member(self._tar.offset + _BLOCK, len(record), sha256, fast)
         with self._explained():
             self._tar.addfile(info, io.BytesIO(record))
 

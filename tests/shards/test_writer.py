@@ -22,6 +22,7 @@ from typing import IO, Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load
 
 from qie.errors import QieError, ShardError, UsageError
@@ -170,6 +171,7 @@ def test_the_index_is_canonical_json_of_recipe_hashes_and_offsets(tar: Path, ind
         payload = content[member.offset : member.offset + member.size]
         assert payload == encode(sample, RECIPE.digest)
         assert member.sha256 == hashlib.sha256(payload).hexdigest()
+        assert member.xxh3_128 == xxhash.xxh3_128(payload).hexdigest()
     assert (index.filesize, index.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     assert index.recipe == RECIPE
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"), ensure_ascii=False) + "\n"
