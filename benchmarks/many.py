@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from samples import RECIPE, made, record_of
 
-from qie.shards.compact_index import Compact, CompactShard, write_compact
+from qie.shards.compact_index import CompactShard, write_compact
 from qie.shards.index import Entry, ShardIndex, shard_stem
 from qie.shards.sample_table import COLUMNS, Table
 from qie.shards.writer import ShardWriter
@@ -38,21 +39,27 @@ def generate(folder: Path, count: int, indexes: bool) -> int:
             tar = Path(shutil.copy(tar, tar.with_name(f"{number}.tar")))
         os.link(tar, folder / f"{stem}.tar")
         (folder / f"{stem}.json").write_text(_moved(base, number).to_json() + "\n" if indexes else "")
-    stamps = LocalFolder(folder).stamps()
-    shards = []
-    for number in numbers:
-        rows = number * SHARD_SIZE, (number + 1) * SHARD_SIZE
-        stem = shard_stem(*rows)
-        shards.append(CompactShard(stem, base.filesize, base.sha256, stamps[f"{stem}.json"], (), rows))
-    write_compact(LocalFolder(folder), Compact(RECIPE, tuple(shards), _table(base, len(numbers))))
+    place = LocalFolder(folder)
+    write_compact(place, RECIPE, compacted(base, len(numbers), lambda stem: place.stamp(f"{stem}.json") or ""))
     return len(numbers) * SHARD_SIZE
+
+
+def compacted(base: ShardIndex, shards: int, stamp: Callable[[str], str]) -> Iterator[tuple[list[CompactShard], Table]]:
+    """What a compacted index says of so many shards like one, a thousand at a time."""
+    for start in range(0, shards, 1000):
+        numbers, facts = range(start, min(start + 1000, shards)), []
+        for number in numbers:
+            rows = number * SHARD_SIZE, (number + 1) * SHARD_SIZE
+            stem = shard_stem(*rows)
+            facts.append(CompactShard(stem, base.filesize, base.sha256, stamp(stem), (), rows))
+        yield facts, _table(base, len(numbers), start)
 
 
 def bytes_of_a_row() -> int:
     """What a sample takes in a table, and in a compacted index: by the types of the columns."""
     with tempfile.TemporaryDirectory() as folder:
         index, _ = _base(Path(folder))
-        return int(sum(getattr(_table(index, 1), name).nbytes for name in COLUMNS)) // SHARD_SIZE
+        return int(sum(getattr(_table(index, 1, 0), name).nbytes for name in COLUMNS)) // SHARD_SIZE
 
 
 def _base(folder: Path) -> tuple[ShardIndex, Path]:
@@ -71,9 +78,7 @@ def _moved(index: ShardIndex, number: int) -> ShardIndex:
     return replace(index, start=first, stop=first + SHARD_SIZE, samples=samples)
 
 
-def _table(index: ShardIndex, times: int) -> Table:
-    one = Table.of(index, "")
-    columns = {name: np.concatenate([getattr(one, name)] * times) for name in COLUMNS}
-    columns["rows"] = np.arange(times * SHARD_SIZE, dtype=np.int64)
-    columns["shards"] = (columns["rows"] // SHARD_SIZE).astype(np.int32)
-    return Table(**columns, shape_names=one.shape_names, source_names=one.source_names)
+def _table(index: ShardIndex, times: int, first: int) -> Table:
+    """Of so many shards like one, the first of them numbered `first`."""
+    table = Table.joined([Table.of(index, "")] * times)
+    return replace(table, rows=np.arange(times * SHARD_SIZE, dtype=np.int64) + first * SHARD_SIZE)

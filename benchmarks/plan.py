@@ -22,7 +22,7 @@ from measuring import Results, Row, absolute, beside, figure, in_turn, seconds
 from measuring import parser as common
 
 from qie.data.plan import Plan, held_out, plan_epoch
-from qie.shards.sample_table import Columns
+from qie.shards.sample_table import Columns, ends_of
 from qie.types import Shape
 
 BATCH_SIZE = 8
@@ -62,7 +62,7 @@ def generated(count: int, shapes: int) -> Columns:
         position,
         draw.integers(10, 1400, count, dtype=np.int32),
         (position * 3 // count).astype(np.int32),
-        (position // SHARD_SIZE).astype(np.int32),
+        ends_of(position // SHARD_SIZE),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from many import SHARD_SIZE
 
 from qie.data.plan import Order, plan_epoch
-from qie.shards.sample_table import Columns
+from qie.shards.sample_table import Columns, ends_of
 from qie.types import Shape
 
 NODE = 8
@@ -23,7 +23,7 @@ def fetched(order: Order, gpus: int, room: float, samples: int = 64_000) -> floa
     position = np.arange(samples)
     none = np.zeros(samples, np.int32)
     shards = (position // SHARD_SIZE).astype(np.int32)
-    columns = Columns(none, (Shape((128, 128), ((128, 128),)),), position, none + 1400, none, shards)
+    columns = Columns(none, (Shape((128, 128), ((128, 128),)),), position, none + 1400, none, ends_of(shards))
     plan = plan_epoch(columns, seed=0, epoch=0, global_batch_size=gpus, order=order)
     local: OrderedDict[int, None] = OrderedDict()
     used = missed = 0

@@ -23,8 +23,7 @@ from samples import exhaust, write_shards
 from slow_server import serving
 
 from qie.data.opening import open_stream
-from qie.shards.compact_index import write_compact
-from qie.shards.shard_set import ShardSet, compacted
+from qie.shards.shard_set import ShardSet, compact_folder
 from qie.stores import open_folder
 
 BATCH = 8
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         exhaust(write_shards(Path(name), count, options.tokens, 16))
         folder = open_folder(name)
-        write_compact(folder, compacted(folder))  # which stands for a listing, that a web server does not give
+        compact_folder(folder)  # which stands for a listing, that a web server does not give
         size = sum(file.stat().st_size for file in Path(name).glob("*.tar")) / count
         step_s = BATCH * size / (options.demand * bytes_per_s)
         with serving(Path(name), options.latency_ms / 1e3, bytes_per_s) as url:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -43,6 +44,13 @@ def _tiny_model(folder: Path, family: str) -> Path:
     of_diffusers.enable_progress_bar()
     of_transformers.enable_progress_bar()
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What qie remembers between runs (hashes, copies of indexes) is this session's own."""
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(tmp_path_factory.mktemp("cache"))):
+        yield
 
 
 @pytest.fixture(scope="session")

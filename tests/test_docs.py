@@ -33,6 +33,7 @@ from qie.families import FAMILIES
 from qie.image_formats import IMAGE_FORMATS
 from qie.precompute.ray import RETRIES, TASKS_PER_SLOT
 from qie.shards.record import encode
+from qie.shards.compact_index import OF_SHARDS, TEXTS
 from qie.shards.sample_table import COLUMNS
 from qie.stores.objects import PART_BYTES
 from qie.stores.retry import REQUEST_S, RETRY_S
@@ -185,10 +186,11 @@ def test_the_page_of_the_format_names_what_records_indexes_and_compacted_indexes
         "empty_prompt_embed",
     }
     kinds = {"uint8": "U8", "int32": "I32", "int64": "I64", "bool": "BOOL"}
-    columns = {}
-    for names, dtypes, *_ in cells_under("format.md", "| tensor | dtype | shape | of each sample |"):
-        columns |= dict(zip(names, dtypes * len(names) if len(dtypes) == 1 else dtypes, strict=False))
-    assert columns == {name: kinds[dtype.name] for name, dtype in COLUMNS.items()}
+    for of, expected in {"sample": COLUMNS, "shard": OF_SHARDS | dict.fromkeys(TEXTS, np.dtype(np.uint8))}.items():
+        columns = {}
+        for names, dtypes, *_ in cells_under("format.md", f"| tensor | dtype | shape | of each {of} |"):
+            columns |= dict(zip(names, dtypes * len(names) if len(dtypes) == 1 else dtypes, strict=False))
+        assert columns == {name: kinds[dtype.name] for name, dtype in expected.items()}
 
 
 def test_the_page_of_training_names_what_a_line_of_metrics_has() -> None:

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qie.data.plan import PLAN_VERSION, Columns, Plan, PlannedBatch, PlanSettings, SequencePrefix, held_out, plan_epoch
+from qie.data.plan import PLAN_VERSION, Plan, PlannedBatch, PlanSettings, SequencePrefix, held_out, plan_epoch
 from qie.errors import UsageError
+from qie.shards.sample_table import Columns, ends_of
 from qie.types import Shape
 
 SQUARE, WIDE, TWO_CONTROLS = Shape((4, 4), ((4, 4),)), Shape((4, 6), ((4, 6),)), Shape((4, 4), ((2, 4), (4, 2)))
@@ -36,14 +37,18 @@ def of(
     sources: Iterable[int] | None = None,
     blocks: Iterable[int] | None = None,
 ) -> Columns:
-    """Samples of `shapes`: by default each a row of its own, equally long, of one source, two a shard."""
+    """Samples of `shapes`: by default each a row of its own, equally long, of one source, two rows a shard."""
+    row = np.array(range(len(shapes)) if rows is None else list(rows), np.int64)
+    shards = (
+        (np.cumsum(np.diff(row, prepend=row[:1]) != 0) // 2) if blocks is None else np.array(list(blocks), np.int64)
+    )
     return Columns(
         shapes=np.array([SHAPES.index(shape) for shape in shapes], np.int32),
         shape_names=SHAPES,
-        rows=np.array(range(len(shapes)) if rows is None else list(rows), np.int64),
+        rows=row,
         lengths=np.array([9] * len(shapes) if lengths is None else list(lengths), np.int32),
         sources=np.array([0] * len(shapes) if sources is None else list(sources), np.int32),
-        blocks=np.array([n // 2 for n in range(len(shapes))] if blocks is None else list(blocks), np.int32),
+        ends=ends_of(shards),
     )
 
 
@@ -58,7 +63,10 @@ def samples(draw: st.DrawFn, variants: int = 1, sources: int = 1) -> Columns:
         rows=[row for row, _ in each],
         sources=[source for _, source in each],
         lengths=draw(st.lists(st.integers(1, 12), **many)),
-        blocks=np.cumsum(draw(st.lists(st.sampled_from([0, 0, 1, 3]), **many))),
+        blocks=np.repeat(
+            np.cumsum(draw(st.lists(st.sampled_from([0, 0, 1, 3]), min_size=len(rows), max_size=len(rows)))),
+            [count for count, _ in rows],
+        ),
     )
 
 
@@ -283,7 +291,7 @@ def test_how_shapes_sources_rows_and_shards_are_numbered_changes_nothing(
         1000 - columns.rows,
         columns.lengths,
         np.array(sources, np.int32)[columns.sources],
-        columns.blocks * 2 + 100,
+        np.repeat(columns.ends, 2),
     )
     settings = {"seed": seed, "epoch": 1, "global_batch_size": size, "order": order}
     assume(any(plainly_drawn(columns, seed, 1, weights, [False] * len(columns), order != "sequence")))
@@ -324,7 +332,7 @@ GOLDEN = {
     ],
     "blocks": [
         [(6, 11, 10, 5), (7, 8, 4, 1), (9, 3, 2, 0)],
-        [(0, 0), (1, 1), (6, 2), (3, 2), (5, 11)],
+        [(0, 11), (1, 1), (0, 2), (3, 2), (5, 6)],
     ],
     "sequence": [
         [(0, 2, 3, 5), (1, 4, 7, 8), (6, 9, 10, 11)],
@@ -508,7 +516,7 @@ def test_the_plan_of_the_first_shards_is_how_the_plan_of_all_begins(
             columns.rows[:stop],
             columns.lengths[:stop],
             columns.sources[:stop],
-            columns.blocks[:stop],
+            ends_of(columns.blocks[:stop]),
         )
         found = prefix.extend(first, out[:stop])
         complete = everything[: len(found)]
@@ -553,7 +561,7 @@ def test_a_plan_of_a_million_samples_is_small() -> None:
         number,
         (number * 7919 % 1409).astype(np.int32),
         np.zeros(count, np.int32),
-        (number // 64).astype(np.int32),
+        ends_of(number // 64),
     )
     tracemalloc.start()
     try:

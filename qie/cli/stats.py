@@ -199,13 +199,12 @@ def _plan(indexes: Sequence[File], options: dict[str, Any], as_json: bool) -> No
 
 
 def _compact(indexes: Sequence[File], quiet: bool) -> None:
-    from qie.shards.compact_index import write_compact
-    from qie.shards.shard_set import compacted
+    from qie.shards.shard_set import compact_folder
 
     for folder in {index.folder.url: index.folder for index in indexes}.values():
-        file = write_compact(folder, compacted(folder))
+        file, shards, samples = compact_folder(folder)
         if not quiet:
-            echo(f"compacted: {file}")
+            echo(f"compacted: {file}, {shards} shards, {samples} samples, {human_bytes(file.size() or 0)}")
 
 
 def _print_json(value: object) -> None:

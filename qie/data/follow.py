@@ -23,7 +23,7 @@ from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.discovery import published, rows_of
 from qie.shards.index import Skipped, shard_stem
-from qie.shards.sample_table import Columns, Growing
+from qie.shards.sample_table import Columns
 from qie.shards.shard_set import OpenShards, ShardSet, Verify, open_by_index, open_shards
 from qie.stores import File, Folder
 from qie.threads import pause
@@ -63,7 +63,6 @@ class GrowingSamples:
     _empty: list[OpenShards] = field(default_factory=list, init=False, repr=False)
     _shards: ShardSet | None = field(default=None, init=False, repr=False)
     _columns: Columns | None = field(default=None, init=False, repr=False)
-    _rows: Growing = field(default_factory=lambda: Growing({"rows": np.zeros(0, np.int64)}), init=False, repr=False)
     _largest: int = field(default=0, init=False, repr=False)
     _missed: int = field(default=0, init=False, repr=False)
     _closed: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
@@ -94,11 +93,12 @@ class GrowingSamples:
             self._columns = replace(
                 new,
                 shapes=table.shapes,
-                rows=self._rows.append({"rows": new.rows + known})["rows"],
+                rows=table.rows,
                 lengths=table.tokens,
                 sources=table.sources,
-                blocks=table.shards,
+                ends=table.ends,
                 null_prompts=new.null_prompts and (self._columns is None or self._columns.null_prompts),
+                single=new.single and (self._columns is None or self._columns.single),
                 latent_scale=self.recipe.latent_scale,
             )
         return self._columns
@@ -106,6 +106,10 @@ class GrowingSamples:
     @property
     def digests(self) -> NDArray[np.uint8]:
         return self._there.digests
+
+    @property
+    def digest(self) -> str:
+        return self._there.digest
 
     @property
     def recipe(self) -> Recipe:
@@ -215,8 +219,8 @@ class GrowingPlans:
         self.samples, self.settings = samples, settings
         while samples.empty:
             samples.wait()
-        first = int(np.searchsorted(samples.columns.blocks, 1))
-        rows = samples.columns.rows[:first]
+        first = int(samples.columns.ends[0])
+        rows = samples.columns.numbers[:first]
         if settings.validation_rows >= len(np.unique(rows)):
             raise UsageError(
                 "validation.rows leaves nothing of the first shard, from which they are drawn with --follow",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import warnings
@@ -19,7 +20,7 @@ from qie.data.variants import Variants
 from qie.errors import QieError, RowError, ShardError
 from qie.recipe import Recipe
 from qie.shards.index import Skipped
-from qie.shards.sample_table import Columns, numbered
+from qie.shards.sample_table import Columns, ends_of, numbered
 from qie.shards.shard_set import ShardSet
 from qie.stages import Pipeline, Stage, Stages
 from qie.types import Facts, Row, Sample
@@ -138,7 +139,7 @@ class LiveSamples:
         known: their facts, see `look_at_rows`.
         stored: shards in which samples are looked for before they are encoded. A key names its recipe, too, so what is
             found is what would be encoded. A record that turns out to be damaged is encoded instead.
-        shard_rows: rows per shard, if the order is to be that of shards of all rows; see `Columns.blocks`.
+        shard_rows: rows per shard, if the order is to be that of shards of all rows; see `Columns.ends`.
         say: told, once for each shard, of damaged records.
     """
 
@@ -190,7 +191,7 @@ class LiveSamples:
             rows=rows,
             lengths=np.array([facts.tokens for facts in known.facts], np.int32),
             sources=sources,
-            blocks=(rows // self.shard_rows).astype(np.int32) if self.shard_rows else np.zeros(len(rows), np.int32),
+            ends=ends_of(rows // self.shard_rows if self.shard_rows else np.zeros(len(rows), np.int64)),
             source_names=source_names or ("",),
             latent_scale=self.recipe.latent_scale,
         )
@@ -198,6 +199,10 @@ class LiveSamples:
     @cached_property
     def digests(self) -> NDArray[np.uint8]:
         return np.frombuffer(bytes.fromhex("".join(self.keys)), np.uint8).reshape(-1, 32)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(bytes.fromhex("".join(self.keys))).hexdigest()
 
     @property
     def keys(self) -> list[str]:
@@ -225,7 +230,7 @@ class LiveSamples:
         try:
             return self.stored.fetch(there)
         except ShardError as error:
-            shard = int(self.stored.table.shards[there])
+            shard = self.stored.table.shard_of(there)
             if shard not in self._told:
                 self._told.add(shard)
                 self.say(f"{error.what} in {error.where}: its row is encoded live, and others of this shard likewise")

@@ -143,7 +143,7 @@ class PlanSettings:
         """
         weights = [self.weights.get(name, 1.0) for name in columns.source_names]
         # Then every epoch draws the same samples, each time in another order.
-        alike = len(starts(columns.rows)) == len(columns) and all(weight == round(weight) for weight in weights)
+        alike = len(starts(columns.numbers)) == len(columns) and all(weight == round(weight) for weight in weights)
         shapes, total = _shape_numbers(columns), 0
         for epoch in range(min(epochs, 1) if alike else epochs):
             drawn, _ = draw(columns, self.seed, epoch, weights, leave_out, shuffled=self.order != "sequence")
@@ -365,7 +365,7 @@ def draw(
     """
     kept: Numbers = np.arange(len(columns), dtype=_positions(columns))
     kept = kept if leave_out is None else kept[~leave_out]
-    first = starts(columns.rows[kept])
+    first = starts(columns.numbers[kept])
     if source_weights is None:
         times, chosen = None, first
     else:

@@ -45,6 +45,10 @@ class Samples(Protocol):
         """[N, 32]: the keys."""
 
     @property
+    def digest(self) -> str:
+        """SHA-256 of the keys, 64 hex characters."""
+
+    @property
     def recipe(self) -> Recipe: ...
 
     @property
@@ -117,12 +121,12 @@ class FixedPlans:
                     expected=f"one of {', '.join(map(repr, columns.source_names))}",
                     hint="name the sources as they were named when the shards were written",
                 )
-        self.validation, self.held_out = held_out(digests, columns.rows, settings.validation_rows)
+        self.validation, self.held_out = held_out(digests, columns.numbers, settings.validation_rows)
         _hold_out_equals(self.held_out, digests)
         if len(columns) and self.held_out.all():
             raise UsageError(
                 "validation.rows leaves nothing to train on",
-                expected=f"fewer than {len(np.unique(columns.rows))} rows",
+                expected=f"fewer than {len(np.unique(columns.numbers))} rows",
                 found=settings.validation_rows,
             )
         self._columns = columns
@@ -140,7 +144,7 @@ class FixedPlans:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Hashed once: of many samples, to hash their keys takes longer than to read a batch."""
-        return self.settings.identity | {"samples": short_hash(self.samples.digests)}
+        return self.settings.identity | {"samples": self.samples.digest[:16]}
 
     def of(self, epoch: int) -> Plan:
         """Two are kept: at an epoch's end, batches of the next one are on their way."""

@@ -6,7 +6,7 @@ Nothing here runs a program: a `pipe:` URL is refused, whatever it says.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -78,13 +78,22 @@ def indexes_in(folder: Folder | str | Path) -> list[File]:
         if not isinstance(folder, ObjectFolder):
             raise
         manifest = folder if isinstance(folder, ManifestFolder) else ManifestFolder.of(folder)
-        return [File(manifest, f"{shard.stem}.json") for shard in manifest.compact.shards]
+        return [File(manifest, f"{stem}.json") for stem in manifest.compact.stems()]
 
 
 def _listed(folder: Folder) -> list[File]:
-    names = folder.listing()
-    found = [File(folder, name) for name in names if name.endswith(".json")]
-    return sorted((index for index in found if parse_stem(index.stem) or f"{index.stem}.tar" in names), key=_order)
+    return [File(folder, name) for name in index_names(folder.listing())]
+
+
+def index_names(names: Collection[str]) -> list[str]:
+    """The indexes of shards among the files of a folder, in the order of `indexes_in`."""
+    found = [name for name in names if name.endswith(".json")]
+    renamed = [name for name in found if not parse_stem(name[: -len(".json")])]
+    if renamed:
+        there = set(names)
+        odd = {name for name in renamed if f"{name[: -len('.json')]}.tar" not in there}
+        found = [name for name in found if name not in odd]
+    return sorted(found, key=_order)
 
 
 def published(folder: Folder | str | Path) -> list[File]:
@@ -157,9 +166,9 @@ def _may_be_empty(name: str) -> bool:
     return not name.endswith((".tar", ".json"))
 
 
-def _order(index: File) -> tuple[bool, tuple[int, int], str]:
-    rows = parse_stem(index.stem)
-    return rows is None, rows or (0, 0), index.name
+def _order(name: str) -> tuple[bool, tuple[int, int], str]:
+    rows = parse_stem(name[: -len(".json")])
+    return rows is None, rows or (0, 0), name
 
 
 def _expand(pattern: str) -> list[File]:
@@ -173,7 +182,7 @@ def _expand(pattern: str) -> list[File]:
         return []
     found = {file.with_suffix(".json") for file in glob_files(str(path))}
     there = [index for index in found if index.size() is not None and _is_named(index)]
-    return sorted(there, key=lambda index: (index.folder.url, _order(index)))
+    return sorted(there, key=lambda index: (index.folder.url, _order(index.name)))
 
 
 def _is_named(index: File) -> bool:

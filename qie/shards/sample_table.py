@@ -27,12 +27,13 @@ class Columns:
     Attributes:
         shapes: [N] number of the sample's shape in `shape_names`. The numbering decides nothing.
         shape_names: the shapes.
-        rows: [N] number of the sample's row; its variants have the same and stand together.
+        rows: [N] number of the sample's row in its shard; its variants have the same and stand together.
         lengths: [N] prompt tokens.
         sources: [N] number of the row's source in `source_names`. The numbering decides nothing.
-        blocks: [N] number of the shard that holds the sample; never falls.
+        ends: [shards] where each shard's samples end.
         source_names: the sources.
         null_prompts: whether every sample has a null prompt, which takes the place of a dropped caption.
+        single: no row has several variants; then `rows` need not be read.
         latent_scale: image pixels per latent pixel, for messages.
     """
 
@@ -41,18 +42,35 @@ class Columns:
     rows: NDArray[np.int64]
     lengths: NDArray[np.int32]
     sources: NDArray[np.int32]
-    blocks: NDArray[np.int32]
+    ends: NDArray[np.int64]
     source_names: tuple[str, ...] = ("",)
     null_prompts: bool = True
+    single: bool = False
     latent_scale: int = 8
 
     def __len__(self) -> int:
         return len(self.shapes)
 
+    @property
+    def blocks(self) -> NDArray[np.int32]:
+        """[N] number of the shard that holds the sample."""
+        return numbers_of(self.ends)
+
+    @property
+    def numbers(self) -> NDArray[np.int32]:
+        """[N] number of the sample's row among all rows, which two rows of different shards never share."""
+        if self.single:
+            return np.arange(len(self), dtype=np.int32)
+        new = np.ones(len(self), np.bool_)
+        new[1:] = np.diff(self.rows) != 0
+        new[self.ends[self.ends < len(self)]] = True
+        return np.cumsum(new, dtype=np.int32) - np.int32(1)
+
     def since(self, position: int) -> Columns:
-        """Those of the samples from a position on; rows keep their numbers."""
-        names = ("shapes", "rows", "lengths", "sources", "blocks")
-        return replace(self, **{name: getattr(self, name)[position:] for name in names})
+        """Those of the samples from a position on, where a shard begins."""
+        names = ("shapes", "rows", "lengths", "sources")
+        ends = _since(self.ends, position)
+        return replace(self, ends=ends, **{name: getattr(self, name)[position:] for name in names})
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +80,6 @@ class Table:
     Attributes:
         keys: [N, 32] content keys.
         hashes: [N, 32] SHA-256 of the records.
-        shards: [N] number of the shard; non-decreasing.
         rows: [N] number of the row in its source.
         variants: [N] which variant of the row.
         offsets, sizes: [N] where the record lies in its tar, in bytes.
@@ -72,12 +89,12 @@ class Table:
         widths: [N] of a token's embedding.
         masked: [N] whether there is a loss mask.
         sources: [N] number in `source_names`.
+        ends: [shards] where each shard's samples end.
         shape_names, source_names: each once.
     """
 
     keys: NDArray[np.uint8]
     hashes: NDArray[np.uint8]
-    shards: NDArray[np.int32]
     rows: NDArray[np.int64]
     variants: NDArray[np.int32]
     offsets: NDArray[np.int64]
@@ -89,6 +106,7 @@ class Table:
     widths: NDArray[np.int32]
     masked: NDArray[np.bool_]
     sources: NDArray[np.int32]
+    ends: NDArray[np.int64]
     shape_names: tuple[Shape, ...]
     source_names: tuple[str, ...]
 
@@ -97,33 +115,35 @@ class Table:
 
     @property
     def columns(self) -> Columns:
-        """What a plan needs. A row's number is that of its first sample: numbers in two folders may be the same."""
-        starts = np.ones(len(self), np.bool_)
-        starts[1:] = (np.diff(self.rows) != 0) | (np.diff(self.shards) != 0)
-        first = np.maximum.accumulate(np.where(starts, np.arange(len(self)), 0))
-        names = self.source_names or ("",)
+        """What a plan needs."""
         return Columns(
             self.shapes,
             self.shape_names,
-            first,
+            self.rows,
             self.tokens,
             self.sources,
-            self.shards,
-            names,
+            self.ends,
+            self.source_names or ("",),
             null_prompts=bool(self.empty_tokens.all()),
+            single=not self.variants.any(),
         )
 
+    def shard_of(self, position: int) -> int:
+        """Number of the shard that holds a sample."""
+        return int(np.searchsorted(self.ends, position, "right"))
+
     def since(self, position: int) -> Table:
-        """The samples from a position on; shards keep their numbers."""
-        return replace(self, **{name: getattr(self, name)[position:] for name in COLUMNS})
+        """The samples from a position on, and their shards."""
+        columns = {name: getattr(self, name)[position:] for name in COLUMNS}
+        return replace(self, ends=_since(self.ends, position), **columns)
 
     def of_shards(self, numbers: Sequence[int]) -> Table:
-        """The samples of some shards, in that order, numbered from 0."""
-        starts, stops = (np.searchsorted(self.shards, numbers, side) for side in ("left", "right"))
+        """The samples of some shards, in that order."""
+        stops = self.ends[list(numbers)]
+        starts = np.append(0, self.ends)[list(numbers)]
         kept = np.concatenate([np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
         columns = {name: getattr(self, name)[kept] for name in COLUMNS}
-        columns["shards"] = np.repeat(np.arange(len(numbers), dtype=np.int32), stops - starts)
-        return Table(**columns, shape_names=self.shape_names, source_names=self.source_names)
+        return replace(self, ends=np.cumsum(stops - starts), **columns)
 
     def differences(self, other: Table) -> list[str]:
         """The columns in which two tables differ, whatever their numbering of shapes and sources."""
@@ -132,6 +152,8 @@ class Table:
             for name in COLUMNS
             if name not in ("shapes", "sources") and not np.array_equal(getattr(self, name), getattr(other, name))
         ]
+        if not np.array_equal(self.ends, other.ends):
+            found.append("ends")
         if [self.shape_names[number] for number in self.shapes] != [other.shape_names[one] for one in other.shapes]:
             found.append("shapes")
         if [self.source_names[number] for number in self.sources] != [other.source_names[one] for one in other.sources]:
@@ -162,7 +184,7 @@ class Table:
 
     @classmethod
     def of(cls, index: ShardIndex, where: object) -> Table:
-        """The samples of one shard, its number being 0.
+        """The samples of one shard.
 
         Raises:
             ShardError: the sizes that the index gives for a record do not fit each other.
@@ -176,7 +198,6 @@ class Table:
         return cls(
             keys=_digests([entry.key for entry in index.samples], where),
             hashes=_digests([member.sha256 for member in members], where),
-            shards=np.zeros(len(members), np.int32),
             rows=np.array([entry.row for entry in index.samples], np.int64),
             variants=np.array([entry.variant for entry in index.samples], np.int32),
             offsets=np.array([member.offset for member in members], np.int64),
@@ -188,6 +209,7 @@ class Table:
             widths=np.array([one.token_width for one in sizes], np.int32),
             masked=np.array([one.masked for one in sizes], np.bool_),
             sources=sources,
+            ends=np.array([len(members)], np.int64),
             shape_names=shape_names,
             source_names=source_names,
         )
@@ -200,16 +222,13 @@ class Table:
         shape_names = tuple(sorted({shape for table in tables for shape in table.shape_names}))
         source_names = tuple(dict.fromkeys(name for table in tables for name in table.source_names))
         columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in COLUMNS}
-        counts = [int(table.shards[-1]) + 1 if len(table) else 1 for table in tables]
-        starts = np.concatenate([[0], np.cumsum(counts[:-1])])
-        columns["shards"] = np.concatenate(
-            [table.shards + np.int32(start) for table, start in zip(tables, starts, strict=True)]
-        )
+        starts = np.cumsum([0, *map(len, tables)])
+        ends = np.concatenate([table.ends + start for table, start in zip(tables, starts, strict=False)])
         columns["shapes"] = np.concatenate([_numbers(table.shape_names, shape_names)[table.shapes] for table in tables])
         columns["sources"] = np.concatenate(
             [_numbers(table.source_names, source_names)[table.sources] for table in tables]
         )
-        return cls(**columns, shape_names=shape_names, source_names=source_names)
+        return cls(**columns, ends=ends, shape_names=shape_names, source_names=source_names)
 
 
 class Growing:
@@ -242,24 +261,52 @@ class GrowingTable:
     def __init__(self, table: Table) -> None:
         self.table = table
         self._columns = Growing({name: getattr(table, name) for name in COLUMNS})
+        self._ends = Growing({"ends": table.ends})
 
     def append(self, tables: Sequence[Table]) -> None:
         """Add the samples of further shards, at least one, behind those that are there."""
         # Joined with the last sample that is there, they are numbered as they will be.
-        joined = Table.joined([self.table.since(len(self.table) - 1), *tables])
+        before = len(self.table)
+        joined = Table.joined([self.table.since(before - 1), *tables])
         if joined.shape_names != self.table.shape_names:
             numbers = _numbers(self.table.shape_names, joined.shape_names)
             self._columns.replace("shapes", numbers[self.table.shapes])
         columns: dict[str, Any] = self._columns.append({name: getattr(joined, name)[1:] for name in COLUMNS})
-        self.table = replace(joined, **columns)
+        new = sum(len(table.ends) for table in tables)
+        ends = self._ends.append({"ends": joined.ends[len(joined.ends) - new :] + (before - 1)})["ends"]
+        self.table = replace(joined, ends=ends, **columns)
 
 
 COLUMNS: dict[str, np.dtype] = {
     name: np.dtype(get_args(get_args(hint)[1])[0])
     for name, hint in get_type_hints(Table).items()
-    if not name.endswith("_names")
+    if not name.endswith("_names") and name != "ends"
 }
-"""The columns and their types."""
+"""The columns of samples and their types."""
+
+
+def numbers_of(ends: NDArray[np.int64]) -> NDArray[np.int32]:
+    """[N] for each sample the number of its shard, of which [shards] `ends` are known."""
+    return np.repeat(np.arange(len(ends), dtype=np.int32), np.diff(ends, prepend=0))
+
+
+def ends_of(numbers: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """Where stretches of equal numbers end."""
+    return np.flatnonzero(np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]) + 1
+
+
+def overlapping(rows: NDArray[np.int64]) -> tuple[int, int] | None:
+    """Two of [shards, 2] ranges [start, stop) that share a row; None if none do."""
+    order = np.arange(len(rows)) if (rows[1:, 0] >= rows[:-1, 0]).all() else np.lexsort(rows.T[::-1])
+    shared = rows[order[1:], 0] < rows[order[:-1], 1]
+    if not shared.any():
+        return None
+    place = int(np.argmax(shared))
+    return int(order[place]), int(order[place + 1])
+
+
+def _since(ends: NDArray[np.int64], position: int) -> NDArray[np.int64]:
+    return ends[np.searchsorted(ends, position, "right") :] - position
 
 
 def _sizes(entry: Entry, member: Member, recipe: Recipe, where: object) -> Sizes:

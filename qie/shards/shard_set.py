@@ -6,41 +6,57 @@ A folder's shards are opened by its compacted index where that is right, else by
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qie.errors import ShardError
+from qie.errors import ShardError, UsageError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
-from qie.shards.compact_index import COMPACT_NAME, Compact, CompactShard, ManifestFolder, read_compact
-from qie.shards.discovery import find_indexes, indexes_in
+from qie.shards.compact_index import COMPACT_NAME, Compact, CompactShard, ManifestFolder, read_compact, write_compact
+from qie.shards.discovery import find_indexes, index_names, rows_of
 from qie.shards.index import Entry, Skipped
 from qie.shards.reader import Shard, Tar, checked_sample
-from qie.shards.sample_table import Columns, GrowingTable, Table
-from qie.stores import File, Folder, StoreError
+from qie.shards.sample_table import Columns, GrowingTable, Table, overlapping
+from qie.stages import Pipeline, Stage
+from qie.stores import File, Folder, StoreError, is_glob, open_folder
 from qie.types import Facts, Sample
 
 T = TypeVar("T")
 
 Verify = Literal["off", "first", "always"]
 
+READ_AT_ONCE = 16
+"""Indexes that are asked of a store at once."""
+
 
 @dataclass(frozen=True, eq=False)
 class OpenShards:
-    """Shards of one recipe, and the rows [start, stop) of each. `table` numbers them as they stand in `tars`."""
+    """Shards of one recipe in one folder.
+
+    Attributes:
+        tars: of the shards; made when they are asked for where there are many.
+        rows: [shards, 2]: [start, stop) of each.
+        table: their samples.
+        skipped: rows that are not among them.
+        compact: whose table it is, which is looked at when it is used; None of a table that is sound.
+    """
 
     recipe: Recipe
-    tars: tuple[Tar, ...]
-    rows: tuple[tuple[int, int], ...]
+    tars: Sequence[Tar]
+    rows: NDArray[np.int64]
     table: Table
-    skipped: tuple[Skipped, ...]
+    skipped: Callable[[], Iterable[Skipped]]
+    compact: Compact | None = None
 
 
 Blame = Callable[[File, ShardError], object]
@@ -53,7 +69,6 @@ class ShardSet:
     Attributes:
         recipe: of all shards.
         table: what their indexes say of the samples.
-        skipped: rows that are not among them.
         verify: when a record's hash is checked: never, when it is first read, or always. Its header is checked in any
             case.
 
@@ -64,16 +79,17 @@ class ShardSet:
 
     def __init__(self, parts: Iterable[OpenShards], verify: Verify = "first") -> None:
         parts = list(parts)
-        require_disjoint((tar.file, rows) for part in parts for tar, rows in zip(part.tars, part.rows, strict=True))
+        if len(parts) > 1:
+            _require_parts_disjoint(parts)
         filled = [part for part in parts if len(part.table)]
         if not filled:
             raise ShardError("the shards hold no samples", hint="see their skipped rows with qie-stats")
         self.recipe: Recipe = filled[0].recipe
         self.table = filled[0].table
         self.verify: Verify = verify
-        self.skipped: list[Skipped] = []
-        self._tars: list[Tar] = []
-        self._seen = bytearray()
+        self._parts: list[OpenShards] = []
+        self._tars = _Chain()
+        self._seen = bytearray()  # a bit for each sample
         self._growing: GrowingTable | None = None
         self.append(parts)
 
@@ -84,46 +100,76 @@ class ShardSet:
         """
         parts = list(parts)
         filled = [part for part in parts if len(part.table)]
-        tars = [part.tars[number] for part in filled for number in range(int(part.table.shards[-1]) + 1)]
         for part in filled:
-            first = (self._tars or tars)[0].file
-            self.recipe.require_equal(part.recipe, part.tars[0].file, f"train on one recipe at a time; {first} differs")
-        self.skipped += [gone for part in parts for gone in part.skipped]
-        self._tars += tars
+            first = self._tars[0] if len(self._tars) else filled[0].tars[0]
+            self.recipe.require_equal(
+                part.recipe, part.tars[0].file, f"train on one recipe at a time; {first.file} differs"
+            )
+        self._parts += parts
+        for part in filled:
+            self._tars.append(part.tars)
         tables = [part.table for part in filled]
-        self._seen += bytes(sum(map(len, tables)))
         if self._growing is None:
             self._growing = GrowingTable(Table.joined(tables))
         elif tables:
             self._growing.append(tables)
+        self._seen += bytes(len(self._growing.table) // 8 + 1 - len(self._seen))
         self.table = self._growing.table
-        for known in ("keys", "entries", "distant"):  # computed when they are first asked for
+        for known in ("keys", "entries", "distant", "columns", "skipped", "digest"):  # computed when first asked for
             self.__dict__.pop(known, None)
 
     @classmethod
     def open(
-        cls, places: str | Path | Iterable[str | Path], *, verify: Verify = "first", cache: ShardCache | None = None
+        cls,
+        places: str | Path | Iterable[str | Path] = (),
+        *,
+        index: str | Path | None = None,
+        verify: Verify = "first",
+        cache: ShardCache | None = None,
     ) -> ShardSet:
         """The shards in one or several folders, globs or brace patterns.
 
         Args:
             places: paths or URLs.
+            index: a compacted index that is taken at its word: nothing is listed or compared. Its shards lie beside it,
+                or in the one folder of `places`.
             verify: see `ShardSet`.
             cache: where remote shards are kept on the local disk; without one, each sample is a request.
         """
+        if index is not None:
+            return cls([open_named(index, places, cache)], verify)
         return cls(open_shards(find_indexes(places), cache), verify)
 
     def __len__(self) -> int:
         return len(self.table)
 
-    @property
+    @cached_property
     def columns(self) -> Columns:
+        """What a plan needs. Raises ShardError when it is damaged."""
+        for compact in self._compacts:
+            compact.require_planned()
         return replace(self.table.columns, latent_scale=self.recipe.latent_scale)
+
+    @property
+    def _compacts(self) -> list[Compact]:
+        return [part.compact for part in self._parts if part.compact]
+
+    @cached_property
+    def skipped(self) -> list[Skipped]:
+        """Rows that are not among the samples."""
+        return [gone for part in self._parts for gone in part.skipped()]
 
     @property
     def digests(self) -> NDArray[np.uint8]:
         """[N, 32]: the keys."""
         return self.table.keys
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the keys."""
+        if len(self._compacts) == 1 and len(self._compacts[0].table) == len(self):
+            return self._compacts[0].digests["keys"]
+        return hashlib.sha256(np.ascontiguousarray(self.table.keys).data).hexdigest()
 
     @property
     def masked(self) -> bool:
@@ -133,7 +179,7 @@ class ShardSet:
     @cached_property
     def distant(self) -> bool:
         """Whether samples are requests to a store, which wait more than they work."""
-        return any(tar.distant for tar in self._tars)
+        return any(tars[0].distant for tars in self._tars.parts)
 
     @cached_property
     def keys(self) -> list[str]:
@@ -162,22 +208,38 @@ class ShardSet:
 
     def fetch(self, position: int) -> Sample:
         """The same, for training: with `verify="first"`, the record is checked the first time alone."""
-        return self._read(
-            position, check=self.verify == "always" or (self.verify == "first" and not self._seen[position])
-        )
+        seen = self._seen[position >> 3] >> (position & 7) & 1
+        return self._read(position, check=self.verify == "always" or (self.verify == "first" and not seen))
 
     def _read(self, position: int, *, check: bool) -> Sample:
+        try:
+            sample = self._checked(position, check=check)
+        except ShardError:
+            for compact in self._compacts:
+                compact.require_all()  # if it is at fault, the record is not
+            raise
+        self._seen[position >> 3] |= 1 << (position & 7)  # of two threads at once, one may be lost: it is checked again
+        return sample
+
+    def _checked(self, position: int, *, check: bool) -> Sample:
         tar, start, stop = self._place(position)
         key, table = self.table.key(position), self.table
         where = f"{tar.name}, {key}, at {start}"
         record = self._record(position, tar, start, stop, where, check=check)
-        sample = checked_sample(record, key, table.shape(position), where, table.sizes_of(position, self.recipe))
-        self._seen[position] = 1
-        return sample
+        return checked_sample(record, key, table.shape(position), where, table.sizes_of(position, self.recipe))
 
     def _place(self, position: int) -> tuple[Tar, int, int]:
-        start = int(self.table.offsets[position])
-        return self._tars[self.table.shards[position]], start, start + int(self.table.sizes[position])
+        table, tar = self.table, self._tars[self.table.shard_of(position)]
+        start, size = int(table.offsets[position]), int(table.sizes[position])
+        if not (0 <= start < start + size <= tar.size):
+            raise ShardError(
+                "the index says that a record lies outside its shard",
+                where=f"{tar.name}, {table.key(position)}",
+                expected=f"within {tar.size} bytes",
+                found=f"[{start}, {start + size})",
+                hint="rebuild the compacted index with qie-stats --compact",
+            )
+        return tar, start, start + size
 
     def _record(self, position: int, tar: Tar, start: int, stop: int, where: str, *, check: bool) -> memoryview:
         record = tar.read(start, stop)
@@ -229,28 +291,61 @@ def _blamed(blame: Blame | None, index: File, opened: Callable[[], T]) -> T | No
         return None
 
 
-def compacted(folder: Folder) -> Compact:
-    """What the indexes of a folder say, as its compacted index holds it.
+def compact_folder(folder: Folder) -> tuple[File, int, int]:
+    """Write the compacted index of a folder, in memory that does not grow with the samples.
+
+    Returns:
+        The file, and how many shards and samples it tells of.
 
     Raises:
         ShardError: the folder holds no shards, or one of them is damaged, of another recipe, or of another's rows.
     """
-    stamps = folder.stamps()
-    shards, tables = list[CompactShard](), list[Table]()
-    recipe: Recipe | None = None
-    for file in indexes_in(folder):
-        if file.name not in stamps:  # it came just now
-            continue
-        # One at a time: a parsed index takes ten times the memory of its table.
+    # A listing of a store has all stamps; a disk is asked for each: those of two million files take half a gigabyte.
+    stamps = None if folder.path(COMPACT_NAME) else folder.stamps()
+    names = index_names(folder.names() if stamps is None else stamps)
+    files = [File(folder, name) for name in names]
+    _require_apart(files)
+
+    def looked_at(file: File) -> tuple[CompactShard, Table, Recipe] | None:
+        stamp = folder.stamp(file.name) if stamps is None else stamps.get(file.name)
+        if stamp is None:  # it came, or went, just now
+            return None
         shard = Shard(file)
-        recipe = recipe or shard.index.recipe
-        recipe.require_equal(shard.index.recipe, shard.file, "shards of two recipes belong into two folders")
-        shards.append(CompactShard.of(file.stem, shard.index, stamps[file.name]))
-        tables.append(Table.of(shard.index, shard.file))
-    if recipe is None:
+        return CompactShard.of(file.stem, shard.index, stamp), Table.of(shard.index, shard.file), shard.index.recipe
+
+    stage = Stage("index", looked_at, workers=1 if stamps is None else READ_AT_ONCE)
+    found = (one for one in Pipeline(stage).run(files) if one is not None)
+    first = next(found, None)
+    if first is None:
         raise ShardError("no shards found", where=folder)
-    require_disjoint((File(folder, f"{shard.stem}.tar"), shard.rows) for shard in shards)
-    return Compact(recipe, tuple(shards), Table.joined(tables))
+    recipe = first[2]
+
+    def parts() -> Iterator[tuple[list[CompactShard], Table]]:
+        for facts, table, theirs in chain([first], found):
+            where = File(folder, f"{facts.stem}.tar")
+            recipe.require_equal(theirs, where, "shards of two recipes belong into two folders")
+            yield [facts], table
+
+    with closing(found):
+        return write_compact(folder, recipe, parts())
+
+
+def _require_apart(files: Sequence[File]) -> None:
+    rows = np.fromiter((row for file in files for row in rows_of(file)), np.int64, 2 * len(files)).reshape(-1, 2)
+    if pair := overlapping(rows):
+        require_disjoint([(files[number], (int(rows[number, 0]), int(rows[number, 1]))) for number in pair])
+
+
+def _require_parts_disjoint(parts: Iterable[OpenShards]) -> None:
+    """Raise ShardError when two shards of one folder hold the same rows."""
+    folders: dict[str, list[OpenShards]] = defaultdict(list)
+    for part in parts:
+        folders[part.tars[0].file.folder.url].append(part)
+    for same in folders.values():
+        pair = overlapping(np.concatenate([part.rows for part in same]))
+        if pair and len(same) > 1:
+            tars, rows = [tar for part in same for tar in part.tars], np.concatenate([part.rows for part in same])
+            require_disjoint([(tars[number].file, (int(rows[number, 0]), int(rows[number, 1]))) for number in pair])
 
 
 def require_disjoint(shards: Iterable[tuple[File, tuple[int, int]]]) -> None:
@@ -275,7 +370,7 @@ def current_compact(folder: Folder) -> tuple[Compact, dict[str, int]] | None:
         ShardError: it is damaged.
     """
     if isinstance(folder, ManifestFolder):
-        return folder.compact, {shard.stem: number for number, shard in enumerate(folder.compact.shards)}
+        return folder.compact, {stem: number for number, stem in enumerate(folder.compact.stems())}
     try:
         stamps = folder.stamps()
     except StoreError:
@@ -283,27 +378,57 @@ def current_compact(folder: Folder) -> tuple[Compact, dict[str, int]] | None:
     compact = read_compact(folder) if COMPACT_NAME in stamps else None
     if compact is None:
         return None
+    sizes = compact.filesizes.tolist()
     return compact, {
-        shard.stem: number
-        for number, shard in enumerate(compact.shards)
-        if stamps.get(f"{shard.stem}.json") == shard.stamp
-        and stamps.get(f"{shard.stem}.tar", "").partition(" ")[0] == str(shard.filesize)
+        stem: number
+        for number, (stem, stamp, size) in enumerate(zip(compact.stems(), compact.stamps(), sizes, strict=True))
+        if stamps.get(f"{stem}.json") == stamp and stamps.get(f"{stem}.tar", "").partition(" ")[0] == str(size)
     }
+
+
+def open_named(
+    index: str | Path, places: str | Path | Iterable[str | Path] = (), cache: ShardCache | None = None
+) -> OpenShards:
+    """The shards of a compacted index, which is taken at its word: see `ShardSet.open`.
+
+    Raises:
+        ShardError: it is damaged.
+        UsageError: there is no such file, or `places` are not one folder.
+        StoreError: it cannot be fetched.
+    """
+    file, named = File.at(index), [places] if isinstance(places, (str, Path)) else list(places)
+    if len(named) > 1 or any(str(place).endswith((".tar", ".json")) or is_glob(str(place)) for place in named):
+        raise UsageError(
+            "a compacted index that is named goes with one folder of shards",
+            where=index,
+            expected="none for that in which it lies, or one folder",
+            found=", ".join(map(str, named)),
+        )
+    compact = read_compact(file)
+    if compact is None:
+        raise UsageError("no such compacted index", where=file, hint="write it with qie-stats --compact")
+    folder = open_folder(named[0]) if named else file.folder
+    return _whole(compact, _Tars(compact, folder, cache))
 
 
 def _from_compact(
     compact: Compact, numbers: dict[str, int], indexes: list[File], cache: ShardCache | None
 ) -> OpenShards:
     chosen = [numbers[index.stem] for index in indexes]
-    shards = [compact.shards[number] for number in chosen]
+    if chosen == list(range(len(compact))):
+        return _whole(compact, _Tars(compact, indexes[0].folder, cache))
+    compact.require_all()
+    shards = [compact.shard(number) for number in chosen]
     tars = [
         Tar(index.with_suffix(".tar"), shard.filesize, shard.sha256, cache)
         for index, shard in zip(indexes, shards, strict=True)
     ]
-    everything = chosen == list(range(len(compact.shards)))
-    table = compact.table if everything else compact.table.of_shards(chosen)
     skipped = tuple(gone for shard in shards for gone in shard.skipped)
-    return OpenShards(compact.recipe, tuple(tars), tuple(shard.rows for shard in shards), table, skipped)
+    return OpenShards(compact.recipe, tars, compact.rows[chosen], compact.table.of_shards(chosen), lambda: skipped)
+
+
+def _whole(compact: Compact, tars: Sequence[Tar]) -> OpenShards:
+    return OpenShards(compact.recipe, tars, compact.rows, compact.table, compact.skipped, compact)
 
 
 def open_by_index(index: File, cache: ShardCache | None) -> OpenShards:
@@ -315,4 +440,58 @@ def open_by_index(index: File, cache: ShardCache | None) -> OpenShards:
 def open_shard(shard: Shard, tar: Tar) -> OpenShards:
     """One shard by its own index, read through `tar`. Raises ShardError when sizes in the index do not fit."""
     index = shard.index
-    return OpenShards(index.recipe, (tar,), (index.rows,), Table.of(index, shard.file), index.skipped)
+    rows = np.array([index.rows], np.int64)
+    return OpenShards(index.recipe, [tar], rows, Table.of(index, shard.file), lambda: index.skipped)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tars(Sequence[Tar]):
+    """The tars of a compacted index, each made when it is first asked for: of a million, most are not."""
+
+    compact: Compact
+    folder: Folder
+    cache: ShardCache | None
+    _made: dict[int, Tar] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.compact)
+
+    @overload
+    def __getitem__(self, number: int) -> Tar: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[Tar]: ...
+
+    def __getitem__(self, number: int | slice) -> Tar | list[Tar]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        tar = self._made.get(number)
+        if tar is None:
+            shard = self.compact.shard(number)
+            tar = Tar(File(self.folder, f"{shard.stem}.tar"), shard.filesize, shard.sha256, self.cache)
+            tar = self._made.setdefault(number, tar)  # of two threads', one
+        return tar
+
+
+class _Chain:
+    """Tars of several parts, one after the other."""
+
+    def __init__(self) -> None:
+        self.parts: list[Sequence[Tar]] = []
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def append(self, tars: Sequence[Tar]) -> None:
+        self.parts.append(tars)
+        self._ends.append(len(self) + len(tars))
+
+    def __getitem__(self, number: int) -> Tar:
+        part = bisect_right(self._ends, number)
+        return self.parts[part][number - (self._ends[part - 1] if part else 0)]
+
+    def __iter__(self) -> Iterator[Tar]:
+        return chain.from_iterable(self.parts)

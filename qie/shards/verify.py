@@ -60,7 +60,11 @@ def _record_faults(part: OpenShards) -> Iterator[ShardError]:
 
 def compact_faults(compact: Compact, number: int, shard: Shard) -> Iterator[QieError]:
     """Compare what a compacted index says of a shard with the shard's own index."""
-    said, index = compact.shards[number], shard.index
+    try:
+        said, index = compact.shard(number), shard.index
+    except ShardError as error:
+        yield error
+        return
     own = CompactShard.of(said.stem, index, said.stamp)
     odd = [name for name in ("filesize", "sha256", "rows", "skipped") if getattr(said, name) != getattr(own, name)]
     odd += compact.table.of_shards([number]).differences(Table.of(index, shard.file))

@@ -71,7 +71,7 @@ def preview_epoch(indexes: Sequence[File], *, batch_size: int, world: int, seed:
 
 def _planned(table: Table, tail: Tail, batch_size: int, world: int, seed: int) -> EpochPlan:
     size, columns = batch_size * world, table.columns
-    samples = len(np.unique(columns.rows))
+    samples = len(np.unique(columns.numbers))
     try:
         plan = plan_epoch(columns, seed=seed, epoch=0, global_batch_size=size, tail=tail)
     except UsageError:  # no shape fills a batch, and what is left over is dropped

@@ -191,6 +191,7 @@ def _compacts(indexes: Sequence[File], faults: list[str]) -> dict[str, _Current]
         try:
             faults.extend(map(one_line, lonely_tars(folder, indexes)))
             if compact := current_compact(folder):
+                compact[0].require_all()
                 compacts[folder.url] = compact
         except QieError as error:
             faults.append(one_line(error))

@@ -12,6 +12,7 @@ from qie.stores.contract import (
     WholeFilesError,
     require_whole,
 )
+from qie.stores.copies import local_copy
 from qie.stores.disk import LocalFolder
 from qie.stores.objects import ObjectFolder
 from qie.stores.patterns import glob_files, is_glob, matching_files, spelled_out
@@ -33,6 +34,7 @@ __all__ = [
     "WholeFilesError",
     "glob_files",
     "is_glob",
+    "local_copy",
     "matching_files",
     "open_folder",
     "require_whole",

@@ -88,6 +88,10 @@ class Folder(Protocol):
         """The same files, with a text each that changes when the file is written again."""
         ...
 
+    def stamp(self, name: str) -> str | None:
+        """The same text of one file; None when no such file."""
+        ...
+
     def folders(self) -> list[str]:
         """The names of the folders directly in it, in order."""
         ...
@@ -122,6 +126,15 @@ class Folder(Protocol):
 
     def upload(self, name: str, path: Path) -> None:
         """Write a file from a local one of any size, with the same promise."""
+        ...
+
+    def download(self, name: str, path: Path) -> None:
+        """Write the content of a file of any size to a local one, which others may see while it grows.
+
+        Raises:
+            MissingError: no such file.
+            StoreError: it cannot be read.
+        """
         ...
 
     def create(self, name: str, content: bytes) -> bool:

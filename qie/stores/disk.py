@@ -75,6 +75,12 @@ class LocalFolder:
         with _explained("a folder cannot be listed", self.root):
             return {name: f"{facts.st_size} {facts.st_mtime_ns}" for name, facts in _files(self.root)}
 
+    def stamp(self, name: str) -> str | None:
+        path = self.path(name)
+        with _explained("a file cannot be looked at", path):
+            facts = _facts(path)
+        return f"{facts.st_size} {facts.st_mtime_ns}" if facts and stat.S_ISREG(facts.st_mode) else None
+
     def folders(self) -> list[str]:
         with _explained("a folder cannot be listed", self.root):
             return sorted(entry.name for entry in _entries(self.root) if os.path.isdir(entry))  # noqa: PTH112 - no link fails here
@@ -123,6 +129,11 @@ class LocalFolder:
         with source, _explained("a file cannot be written", target), _partial(target) as file:
             shutil.copyfileobj(source, file, _COPY_BYTES)
             _publish(file, target)
+
+    def download(self, name: str, path: Path) -> None:
+        source = open_regular(self.path(name))
+        with source, _explained("a file cannot be written", path), path.open("wb") as target:
+            shutil.copyfileobj(source, target, _COPY_BYTES)
 
     def create(self, name: str, content: bytes) -> bool:
         path = self.path(name)

@@ -5,6 +5,7 @@ Each write is a commit; a file is there when its commit is. Reading takes the to
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ _PASSING_STATUS = (408, 425, 429)
 _NO_REPOSITORY = ("RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "BucketNotFoundError")
 _FINAL = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _FINAL_NAMES = ("OfflineModeIsEnabled", "LocalTokenNotFoundError", "EntryNotFoundError")
+
+_COPY_BYTES = 4 * 2**20
 
 _Result = TypeVar("_Result")
 
@@ -81,8 +84,7 @@ class HubFolder:
         except MissingError:
             return
         for entry in entries:
-            blob = str(entry.get("blob_id") or entry.get("created") or "")
-            yield entry["name"].rpartition("/")[2], int(entry["size"] or 0), entry["type"], blob
+            yield entry["name"].rpartition("/")[2], int(entry["size"] or 0), entry["type"], _blob(entry)
 
     def size(self, name: str) -> int | None:
         at = self._at(name)
@@ -91,6 +93,14 @@ class HubFolder:
         except MissingError:
             return None
         return int(facts["size"]) if facts["type"] == "file" else None
+
+    def stamp(self, name: str) -> str | None:
+        at = self._at(name)
+        try:
+            facts = self._ask(self._url(name), lambda: self._fresh(at).info(at))
+        except MissingError:
+            return None
+        return f"{int(facts['size'])} {_blob(facts)}" if facts["type"] == "file" else None
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, most: int = WHOLE_BYTES, size: int | None = None
@@ -148,6 +158,17 @@ class HubFolder:
             raise StoreError("a file cannot be copied", where=path, found="no such file")
         self._ask(self._url(name), lambda: self._files().put_file(str(path), at))
 
+    def download(self, name: str, path: Path) -> None:
+        at = self._at(name)
+        self._ask(self._url(name), lambda: self._copy(at, path))
+
+    def _copy(self, at: str, path: Path) -> None:
+        files = self._files()
+        if files.isdir(at):  # of which the Hub would send the web page
+            raise FileNotFoundError(at)
+        with files.open(at, "rb", block_size=0) as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target, _COPY_BYTES)
+
     def create(self, name: str, content: bytes) -> bool:
         """Looks, then writes: the Hub knows no conditional write. Of two who create at once, both may succeed."""
         if self.size(name) is not None:
@@ -197,6 +218,10 @@ class HubFolder:
 
     def _url(self, name: str) -> str:
         return f"{self.url}/{checked(name)}"
+
+
+def _blob(entry: dict[str, Any]) -> str:
+    return str(entry.get("blob_id") or entry.get("created") or "")
 
 
 def _bare(path: str) -> str:

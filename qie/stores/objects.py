@@ -87,10 +87,16 @@ class ObjectFolder:
         return dict(sorted((path.rpartition("/")[2], size) for path, size in found))
 
     def stamps(self) -> dict[str, str]:
-        return {
-            entry["path"].rpartition("/")[2]: f"{entry['size']} {entry['e_tag'] or entry['last_modified']}"
-            for entry in self._entries()["objects"]
-        }
+        return {entry["path"].rpartition("/")[2]: _stamp(entry) for entry in self._entries()["objects"]}
+
+    def stamp(self, name: str) -> str | None:
+        import obstore
+
+        key = self._key(name)
+        try:
+            return _stamp(self._ask(self._url(name), lambda: obstore.head(self.connection.store(), key)))
+        except MissingError:
+            return None
 
     def folders(self) -> list[str]:
         return sorted(path.rpartition("/")[2] for path in self._entries()["common_prefixes"])
@@ -173,6 +179,10 @@ class ObjectFolder:
             lambda: obstore.put(self.connection.store(), key, path, chunk_size=part, max_concurrency=PARALLEL_PARTS),
         )
 
+    def download(self, name: str, path: Path) -> None:
+        key = self._key(name)
+        self._ask(self._url(name), lambda: _copy(self.connection.store(), key, path))
+
     def create(self, name: str, content: bytes) -> bool:
         key, url = self._key(name), self._url(name)
         self._refuse_web(name)
@@ -253,3 +263,16 @@ class ObjectFolder:
 
     def _url(self, name: str) -> str:
         return f"{self.url}/{quote(checked(name)) if self._web else checked(name)}"
+
+
+def _stamp(entry: Any) -> str:
+    return f"{entry['size']} {entry['e_tag'] or entry['last_modified']}"
+
+
+def _copy(store: Any, key: str, path: Path) -> None:
+    """One request, however large the file."""
+    import obstore
+
+    with path.open("wb") as file:
+        for part in obstore.get(store, key).stream(min_chunk_size=PART_BYTES):
+            file.write(part)

@@ -67,7 +67,7 @@ def unreadable(scheme: str) -> str:
     return f"{scheme}: URLs are not read {'because they run a shell command' if scheme == 'pipe' else 'by qie'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class File:
     """A file by its folder and name. The file need not exist."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,18 @@ import pytest
 from safetensors.numpy import load, save
 
 from qie.data.plan import plan_epoch
-from qie.errors import RecipeMismatchError, ShardError
-from qie.shards.compact_index import COMPACT_NAME, Compact, _digest, read_compact, write_compact
-from qie.shards.discovery import published
+from qie.errors import RecipeMismatchError, ShardError, UsageError
+from qie.shards.compact_index import COMPACT_NAME, OF_SHARDS, WIDE, CompactShard, read_compact, write_compact
+from qie.shards.discovery import indexes_in, published
 from qie.shards.index import Skipped
-from qie.shards.sample_table import COLUMNS
-from qie.shards.shard_set import ShardSet, compacted
+from qie.shards.reader import Shard
+from qie.shards.sample_table import COLUMNS, Table
+from qie.shards.shard_set import ShardSet, compact_folder
 from qie.stores import File, Folder, LocalFolder, open_folder
+from qie.stores.copies import copies_folder
 from qie.stores.objects import ObjectFolder
 from qie.types import Sample
-from tests.builders import assert_same, make_recipe, make_sample, plant_shard, write_shard, write_variants
+from tests.builders import RECIPE, assert_same, make_recipe, make_sample, plant_shard, write_shard, write_variants
 from tests.s3 import S3, without_clouds
 from tests.stores.servers import Ranged, serving
 
@@ -59,7 +63,7 @@ def compact(place: Folder | Path) -> File:
     """It is taken for no shard."""
     folder = open_folder(place) if isinstance(place, Path) else place
     before = published(folder)
-    file = write_compact(folder, compacted(folder))
+    file, _, _ = compact_folder(folder)
     assert published(folder) == before
     return file
 
@@ -67,15 +71,15 @@ def compact(place: Folder | Path) -> File:
 def said(shards: ShardSet) -> dict[str, object]:
     """All that a set of shards says of its samples, whatever its numbering."""
     table, columns = shards.table, shards.columns
-    numbered = {"shards", "shapes", "sources"}
-    assert np.array_equal(columns.blocks, np.sort(columns.blocks))
+    numbered = {"shapes", "sources"}
+    assert np.array_equal(table.ends, np.sort(table.ends))
     return {
         **{name: getattr(table, name).tolist() for name in COLUMNS if name not in numbered},
         **{f"type of {name}": getattr(table, name).dtype for name in COLUMNS},
         "shapes": [table.shape_names[number] for number in table.shapes],
         "sources": [table.source_names[number] for number in table.sources],
         "blocks": np.unique(columns.blocks, return_inverse=True)[1].tolist(),
-        "numbers of rows": columns.rows.tolist(),
+        "numbers of rows": columns.numbers.tolist(),
         "recipe": shards.recipe,
         "keys": shards.keys,
         "entries": shards.entries,
@@ -134,29 +138,28 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_was_written_is_read_back_and_skipped_rows_are_whole_in_it(tmp_path: Path) -> None:
     assert read_compact(LocalFolder(tmp_path)) is read_compact(LocalFolder(tmp_path / "nowhere")) is None
     write(tmp_path, LAYOUTS["variants"], source="naïve 日本")
-    made = compacted(LocalFolder(tmp_path))
     gone = Skipped(1, 'naïve \\ "日本"', "the target is no image", "f" * 64, "source", 2)
-    other = replace(made, shards=(replace(made.shards[0], skipped=(gone, gone)), *made.shards[1:]))
+    shards = [Shard(file) for file in indexes_in(tmp_path)]
+    facts = [CompactShard.of(shard.file.stem, shard.index, f"{shard.file.size()} 7") for shard in shards]
+    facts[0] = replace(facts[0], skipped=(gone, gone))
+    tables = [Table.of(shard.index, shard.file) for shard in shards]
 
-    for one in (made, other):
-        assert write_compact(LocalFolder(tmp_path), one).path == tmp_path / COMPACT_NAME
-        assert_same_compact(read_compact(LocalFolder(tmp_path)), one)
-
-
-def assert_same_compact(one: Compact | None, other: Compact) -> None:
-    assert one is not None
-    assert (one.recipe, one.recipe.digest, one.shards) == (other.recipe, other.recipe.digest, other.shards)
-    for field in fields(other.table):
-        mine, theirs = getattr(one.table, field.name), getattr(other.table, field.name)
-        if isinstance(theirs, np.ndarray):
-            assert (mine.dtype, mine.tolist()) == (theirs.dtype, theirs.tolist())
-        else:
-            assert mine == theirs
+    file, *counts = write_compact(
+        LocalFolder(tmp_path), RECIPE, [([one], two) for one, two in zip(facts, tables, strict=True)]
+    )
+    assert file.path == tmp_path / COMPACT_NAME and counts == [2, 7]
+    made = read_compact(LocalFolder(tmp_path))
+    assert made is not None and (made.recipe, made.recipe.digest) == (RECIPE, RECIPE.digest)
+    assert [made.shard(number) for number in range(len(made))] == facts
+    assert list(made.skipped()) == [gone for one in facts for gone in one.skipped]
+    assert not made.table.differences(Table.joined(tables))
+    columns = load(file.read())
+    assert columns["widths"].shape == (1,) and columns["tokens"].shape == (7,), "one value of all stands once"
 
 
 def test_a_folder_without_shards_cannot_be_compacted(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match="no shards found"):
-        compacted(LocalFolder(tmp_path))
+        compact_folder(LocalFolder(tmp_path))
 
 
 @pytest.mark.parametrize("compacted_before", [False, True], ids=["to be compacted", "beside a compacted index"])
@@ -177,17 +180,16 @@ def test_shards_of_another_recipe_or_of_the_same_rows_are_refused(folder: Path, 
 
 def test_a_shard_that_is_published_meanwhile_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is listed first, the next shard may come after it."""
-    stamps = LocalFolder.stamps
+    names = LocalFolder.names
 
-    def late(self: LocalFolder) -> dict[str, str]:
-        found = stamps(self)
+    def late(self: LocalFolder) -> list[str]:
+        found = names(self)
         write_shard(folder, [LETTERS["d"]], start=3)
         return found
 
-    monkeypatch.setattr(LocalFolder, "stamps", late)
-    made = compacted(LocalFolder(folder))
+    monkeypatch.setattr(LocalFolder, "names", late)
+    compact_folder(LocalFolder(folder))
     monkeypatch.undo()
-    write_compact(LocalFolder(folder), made)
 
     with_it = ShardSet.open([folder])
     assert with_it.keys == [LETTERS[letter].key for letter in "abcd"]
@@ -265,17 +267,6 @@ def test_shards_of_any_name_are_in_it(tmp_path: Path) -> None:
         ShardSet.open([tmp_path])
 
 
-def test_one_from_before_it_told_the_rows_of_shards_is_read(folder: Path, reads: list[str]) -> None:
-    expected = ShardSet.open([folder])
-    handmade(folder, told(lambda about: [shard.pop("rows") for shard in about["shards"]]))
-    reads.clear()
-
-    shards = ShardSet.open([folder])
-
-    assert reads == [COMPACT_NAME]
-    assert_equal(shards, expected)
-
-
 # Shards that are not what they were
 
 
@@ -338,12 +329,12 @@ def test_no_index_of_a_shard_is_read_but_of_what_changed(folder: Path, reads: li
     compact(folder)
     reads.clear()
     ShardSet.open([folder])
-    assert reads == [COMPACT_NAME]
+    assert reads == []
 
     rewritten(folder, [LETTERS["d"]], 1)
     reads.clear()
     ShardSet.open([folder])
-    assert reads == [COMPACT_NAME, "00000001-00000002.json"]
+    assert reads == ["00000001-00000002.json"]
 
 
 def test_a_tar_replaced_by_one_of_equal_size_without_its_index_gives_no_sample(folder: Path, tmp_path: Path) -> None:
@@ -383,13 +374,17 @@ def test_a_damaged_one_is_named_when_shards_are_opened_and_may_be_deleted(folder
 
 
 def handmade(folder: Path, change: Callable[[Any, dict[str, np.ndarray]], object]) -> None:
-    """A compacted index that says something else, under a hash of its own that is right."""
+    """A compacted index that says something else, under hashes of its own that are right."""
     content = compact(folder).read()
     columns = load(content)
     metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
     about = json.loads(metadata["qie"][64:])
-    text = json.dumps(change(about, columns) or about)
-    (folder / COMPACT_NAME).write_bytes(save(columns, {"qie": _digest(text, columns) + text}))
+    about = change(about, columns) or about
+    if isinstance(about, dict):
+        about["sha256"] = {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in columns.items()}
+    text = json.dumps(about)
+    told = {"qie": hashlib.sha256(text.encode()).hexdigest() + text}
+    (folder / COMPACT_NAME).write_bytes(save(columns, told))
 
 
 def column(name: str, change: Callable[[np.ndarray], object]) -> Callable[[Any, dict[str, np.ndarray]], object]:
@@ -403,7 +398,14 @@ def column(name: str, change: Callable[[np.ndarray], object]) -> Callable[[Any, 
 
 
 def value(name: str, number: int) -> Callable[[Any, dict[str, np.ndarray]], object]:
-    return column(name, lambda values: values.__setitem__(1, number))
+    """Another value for the second sample, or for the second shard."""
+
+    def spelled(values: np.ndarray) -> np.ndarray:
+        values = np.repeat(values, 3) if values.shape == (1,) else values.copy()
+        values.reshape(3, -1)[1] = number
+        return values
+
+    return column(name, spelled)
 
 
 def told(change: Callable[[Any], object]) -> Callable[[Any, dict[str, np.ndarray]], object]:
@@ -411,15 +413,29 @@ def told(change: Callable[[Any], object]) -> Callable[[Any, dict[str, np.ndarray
     return lambda about, columns: change(about) and None
 
 
-def shard(**changes: object) -> Callable[[Any, dict[str, np.ndarray]], object]:
-    return told(lambda about: about["shards"][1].update(changes))
+def text(name: str, content: bytes) -> Callable[[Any, dict[str, np.ndarray]], object]:
+    """Another text for the second shard."""
+
+    def changed(about: Any, columns: dict[str, np.ndarray]) -> None:
+        ends = [0, *columns[f"{name}_ends"].tolist()]
+        texts = [columns[name][start:stop].tobytes() for start, stop in pairwise(ends)]
+        texts[1] = content
+        columns[name] = np.frombuffer(b"".join(texts), np.uint8)
+        columns[f"{name}_ends"] = np.cumsum([len(one) for one in texts])
+
+    return changed
 
 
+OF_SAMPLES = [name for name in COLUMNS if name not in WIDE]
 MALFORMED: dict[str, tuple[Callable[[Any, dict[str, np.ndarray]], object], str]] = {
-    **{f"{name} of another type": (column(name, lambda values: values.astype(np.float32)), name) for name in COLUMNS},
-    **{f"{name} too short": (column(name, lambda values: values[:-1].copy()), "expected") for name in COLUMNS},
     **{
-        f"{name} of more dimensions": (column(name, lambda values: values[None].copy()), "expected") for name in COLUMNS
+        f"{name} of another type": (column(name, lambda values: values.astype(np.float32)), name)
+        for name in (*COLUMNS, *OF_SHARDS)
+    },
+    **{f"{name} too short": (column(name, lambda values: values[:0].copy()), name) for name in (*COLUMNS, "filesizes")},
+    **{
+        f"{name} of more dimensions": (column(name, lambda values: values[None].copy()), "expected")
+        for name in (*COLUMNS, *OF_SHARDS)
     },
     "no columns": (lambda about, columns: columns.clear(), "missing or unknown"),
     "a column is missing": (
@@ -429,75 +445,102 @@ MALFORMED: dict[str, tuple[Callable[[Any, dict[str, np.ndarray]], object], str]]
     "a column too many": (lambda about, columns: columns.update(more=columns["rows"]), "missing or unknown: more"),
     "keys too narrow": (column("keys", lambda values: values[:, :31].copy()), "keys"),
     "a scalar": (column("rows", lambda values: np.array(3)), "expected"),
-    "a shard that is not there": (value("shards", 3), "shards holds"),
-    "a negative shard": (value("shards", -1), "shards holds"),
-    "shards out of order": (column("shards", lambda values: values[::-1].copy()), "rows"),
+    "shards that end backwards": (value("ends", 0), "ends does not rise to 3"),
+    "shards that end too early": (column("ends", lambda values: values - 1), "ends does not rise to 3"),
+    "names that end behind the last": (column("stems_ends", lambda values: values + 1), "stems_ends does not rise"),
     "a shape that is not there": (value("shapes", 3), "shapes holds"),
     "a negative shape": (value("shapes", -1), "shapes holds"),
     "a source that is not there": (value("sources", 1), "sources holds"),
-    "a row outside its shard": (value("rows", 2), "rows"),
-    "a negative row": (value("rows", -1), "rows"),
-    "a negative variant": (value("variants", -1), "variants"),
-    "a negative offset": (value("offsets", -512), "offsets"),
-    "an offset without room behind it": (value("offsets", 10_000), "offsets"),
-    "an offset behind the tar": (value("offsets", 1 << 40), "offsets"),
-    "an offset at the end of what there is": (value("offsets", (1 << 63) - 1), "offsets"),
-    "a negative size": (value("sizes", -1), "sizes"),
-    "a size of nothing": (value("sizes", 0), "sizes"),
-    "a size beyond the tar": (value("sizes", 1 << 62), "sizes"),
-    "no tokens": (value("tokens", 0), "tokens"),
-    "negative tokens": (value("tokens", -9), "tokens"),
-    "more tokens than bytes": (value("tokens", (1 << 31) - 1), "sizes"),
-    "fewer tokens than the prefix": (value("empty_tokens", 1), "prefixes"),
-    "a negative prefix": (value("prefixes", -1), "prefixes"),
-    "tokens without width": (value("widths", 0), "widths"),
-    "a negative width": (value("widths", -8), "widths"),
-    "wider than bytes": (value("widths", (1 << 31) - 1), "sizes"),
+    "a negative variant": (value("variants", -1), "variants holds"),
+    "no tokens": (value("tokens", 0), "tokens holds"),
+    "negative tokens of the null prompt": (value("empty_tokens", -1), "empty_tokens holds"),
     "a number": (lambda about, columns: 1, "int"),
     "a text": (lambda about, columns: "version", "indices"),
-    "another version": (told(lambda about: about.update(version=0)), "version 0, expected 1"),
+    "another version": (told(lambda about: about.update(version=1)), "version 1, expected 2"),
     "no version": (told(lambda about: about.pop("version")), "version"),
     "a recipe that is none": (told(lambda about: about.update(recipe=[1])), "keys"),
     "an unknown field of the recipe": (told(lambda about: about["recipe"].update(colour=1)), "colour"),
     "no field of the recipe": (told(lambda about: about["recipe"].pop("vae")), "vae"),
     "a recipe of another type": (told(lambda about: about["recipe"].update(areas_px="x")), "areas_px"),
-    "shards that are none": (told(lambda about: about.update(shards={"0": 1})), "setdefault"),
-    "no shards": (told(lambda about: about.update(shards=[])), "shards holds"),
-    "a shard without a name": (told(lambda about: about["shards"][0].pop("stem")), "stem"),
-    "a shard of no hash": (shard(sha256="0"), "no shard"),
-    "a shard of no text": (shard(stem=1), "expected string"),
-    "a shard elsewhere": (shard(stem="../00000001-00000002"), "no shard"),
-    "a shard of other rows than its name": (shard(rows=[1, 3]), "cannot hold"),
-    "a shard of rows backwards": (shard(stem="other", rows=[2, 1]), "cannot hold"),
-    "a shard of negative rows": (shard(stem="other", rows=[-1, 2]), "greater than or equal to 0"),
-    "a shard of another's rows": (shard(stem="other", rows=[1, 3]), "hold the same rows"),
-    "a shard of another's name": (
-        told(lambda about: [one.update(stem="x") for one in about["shards"]]),
-        "the same name",
+    "a shard without a name": (text("stems", b""), "no shard of the rows [1, 2]: ''"),
+    "a shard elsewhere": (text("stems", b"../00000001-00000002"), "no shard of the rows"),
+    "a shard of no text": (text("stems", b"\xff"), "stems of shard 1"),
+    "a shard of other rows than its name": (text("stems", b"00000001-00000003"), "no shard of the rows [1, 2]"),
+    "a shard of rows backwards": (value("shard_rows", 1), "cannot hold the rows [1, 1]"),
+    "a shard of negative rows": (value("shard_rows", -1), "cannot hold"),
+    "a shard of another's rows": (
+        column("shard_rows", lambda values: np.array([[0, 1], [1, 2], [1, 2]])),
+        "00000002-00000003",
     ),
-    "a tar of negative size": (shard(filesize=-1), "filesize"),
-    "a tar smaller than its records": (shard(filesize=1), "sizes"),
-    "a skipped row that is none": (shard(skipped=[1]), "skipped"),
-    "a skipped row below zero": (shard(skipped=[{"row": -1, "name": "", "reason": ""}]), "skipped"),
+    "a shard of another's name": (text("stems", b"00000000-00000001"), "no shard of the rows [1, 2]"),
+    "a tar of negative size": (value("filesizes", -1), "filesizes"),
+    "a skipped row that is none": (text("skipped", b"[1]"), "skipped"),
+    "a skipped row below zero": (text("skipped", b'[{"row":-1,"name":"","reason":""}]'), "skipped"),
     "shapes that are none": (told(lambda about: about.update(shape_names=[[1]] * 3)), "shape_names"),
     "no target": (told(lambda about: about["shape_names"][0].update(target=[0, 2])), "no shape"),
     "a negative target": (told(lambda about: about["shape_names"][0].update(target=[-4, -6])), "no shape"),
     "no controls": (told(lambda about: about["shape_names"][0].update(controls=[])), "no shape"),
-    "a huge target": (told(lambda about: about["shape_names"][0].update(target=[1 << 40, 1 << 40])), "sizes"),
     "sources that are none": (told(lambda about: about.update(source_names=[None])), "source_names"),
 }
 
 
 @pytest.mark.parametrize(("change", "found"), MALFORMED.values(), ids=MALFORMED)
-def test_one_that_is_malformed_under_a_right_hash_is_one_clear_error(
+def test_one_that_is_malformed_under_right_hashes_is_one_clear_error_before_a_batch_is_planned(
     folder: Path, change: Callable[[Any, dict[str, np.ndarray]], object], found: str
 ) -> None:
     handmade(folder, change)
 
     with pytest.raises(ShardError, match="the compacted index is damaged") as error:
-        ShardSet.open([folder])
+        shards = ShardSet.open(index=folder / COMPACT_NAME)
+        assert shards.columns and shards.fetch(1) and shards.skipped
     assert str(error.value.where) == str(folder / COMPACT_NAME)
     assert found in str(error.value.found) and "\n" not in str(error.value.found)
+
+
+LIES: dict[str, tuple[Callable[[Any, dict[str, np.ndarray]], object], str]] = {
+    "another's key": (value("keys", 7), "the record is another sample's"),
+    "another's hash": (value("hashes", 7), "a record is damaged"),
+    "another shape": (column("shapes", lambda values: values[[0, 0, 2]].copy()), "the record has other sizes"),
+    "a negative offset": (value("offsets", -512), "lies outside its shard"),
+    "an offset without room behind it": (value("offsets", 10_000), "lies outside its shard"),
+    "an offset at the end of what there is": (value("offsets", (1 << 63) - 1), "lies outside its shard"),
+    "a size of nothing": (value("sizes", 0), "lies outside its shard"),
+    "a negative size": (value("sizes", -1), "lies outside its shard"),
+    "a size beyond the tar": (value("sizes", 1 << 62), "lies outside its shard"),
+    "a tar smaller than its records": (value("filesizes", 1), "lies outside its shard"),
+    "more tokens": (value("tokens", (1 << 31) - 1), "the record has other sizes"),
+    "fewer tokens than the prefix": (value("empty_tokens", 1), "the record has other sizes"),
+    "a negative prefix": (value("prefixes", -1), "the record has other sizes"),
+    "tokens without width": (value("widths", 0), "the record has other sizes"),
+    "a mask": (value("masked", 0), "the record has other sizes"),
+}
+
+
+@pytest.mark.parametrize(("change", "found"), LIES.values(), ids=LIES)
+def test_what_it_says_wrongly_of_a_record_is_one_clear_error_when_that_is_read(
+    folder: Path, change: Callable[[Any, dict[str, np.ndarray]], object], found: str
+) -> None:
+    expected = ShardSet.open([folder])
+    handmade(folder, change)
+    shards = ShardSet.open([folder], index=folder / COMPACT_NAME)
+
+    with pytest.raises(ShardError, match=found):
+        shards.fetch(1)
+    for position in (0, 2):
+        assert_same(shards.fetch(position), expected.fetch(position))
+
+
+@pytest.mark.parametrize("name", sorted({*COLUMNS, *OF_SHARDS, "stems", "stamps"} - {"rows", "tar_hashes"}))
+def test_a_flipped_bit_of_a_column_is_found_before_what_it_says_is_used(folder: Path, name: str) -> None:
+    """Rows are read only where there are variants, and hashes of tars where these are copied, which are hashed then."""
+    content = bytearray(compact(folder).read())
+    length = int.from_bytes(content[:8], "little")
+    start, stop = json.loads(content[8 : 8 + length])[name]["data_offsets"]
+    content[8 + length + (start + stop) // 2] ^= 1
+    (folder / COMPACT_NAME).write_bytes(content)
+    with pytest.raises(ShardError):
+        shards = ShardSet.open([folder])
+        assert shards.columns and [shards.fetch(position) for position in range(3)]
 
 
 HEADERS = {
@@ -522,6 +565,45 @@ def test_one_whose_header_lies_is_one_clear_error(folder: Path, header: bytes) -
             ShardSet.open([folder])
 
 
+# By its name
+
+
+def test_one_that_is_named_is_taken_at_its_word_and_nothing_is_listed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ShardSet.open([folder])
+    compact(folder)
+    for path in folder.glob("*.json"):
+        path.unlink()
+    elsewhere = (folder / COMPACT_NAME).rename(tmp_path / "all.safetensors")
+    for name in ("names", "listing", "stamps"):
+        monkeypatch.setattr(LocalFolder, name, lambda self: pytest.fail("a folder is listed"))
+
+    shards = ShardSet.open(folder, index=elsewhere)
+
+    assert shards.keys == expected.keys and shards.digest == expected.digest
+    for position in range(3):
+        assert_same(shards.fetch(position), expected.fetch(position))
+
+
+def test_one_that_is_named_goes_with_one_folder_and_has_to_be_there(folder: Path) -> None:
+    compact(folder)
+    for places in ([folder, folder], [f"{folder}/*.tar"], [folder / "00000000-00000001.tar"]):
+        with pytest.raises(UsageError, match="goes with one folder"):
+            ShardSet.open(places, index=folder / COMPACT_NAME)
+    with pytest.raises(UsageError, match="no such compacted index"):
+        ShardSet.open(index=folder / "other.safetensors")
+
+
+def test_its_columns_are_mapped_and_no_tar_is_made_that_is_not_read(folder: Path) -> None:
+    shards = ShardSet.open(index=compact(folder).path)
+    for name in COLUMNS:
+        values = getattr(shards.table, name)
+        assert not values.flags.writeable and not values.flags.owndata, name
+    shards.fetch(1)
+    assert set(shards._tars.parts[0]._made) == {0, 1}, "the first is looked at to see where they lie"
+
+
 # Other places
 
 
@@ -534,22 +616,37 @@ def remote(s3: S3, folder: Path) -> Folder:
     return copies
 
 
+def noted(patch: pytest.MonkeyPatch, name: str, asked: list[str]) -> None:
+    act = getattr(ObjectFolder, name)
+
+    def wrapped(self: ObjectFolder, file: str, *more: Any, **bounds: Any) -> Any:
+        asked.append(f"{name} {file}")
+        return act(self, file, *more, **bounds)
+
+    patch.setattr(ObjectFolder, name, wrapped)
+
+
 def test_in_a_bucket_it_is_the_same_and_nothing_else_is_read(
     remote: Folder, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compact(remote)
     asked: list[str] = []
-    read, size = ObjectFolder.read, ObjectFolder.size
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent / "cache"))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            ObjectFolder,
-            "read",
-            lambda self, name, *span, **bounds: asked.append(name) or read(self, name, *span, **bounds),
-        )
-        patch.setattr(ObjectFolder, "size", lambda self, name: asked.append(name) or size(self, name))
+        for name in ("read", "size", "stamp", "download"):
+            noted(patch, name, asked)
         shards = ShardSet.open([remote.url])
-
-    assert asked == [COMPACT_NAME]
+        assert asked == [f"stamp {COMPACT_NAME}", f"download {COMPACT_NAME}"]
+        asked.clear()
+        ShardSet.open([remote.url])
+        assert asked == [f"stamp {COMPACT_NAME}"], "the copy on this machine is the one"
+        write_shard(remote, [LETTERS["d"]], start=3)
+        compact(remote)
+        asked.clear()
+        ShardSet.open([remote.url])
+        assert asked == [f"stamp {COMPACT_NAME}", f"download {COMPACT_NAME}"]
+        assert len(list(copies_folder().iterdir())) == 1, "the older copy is gone"
+    assert shards.keys == [LETTERS[letter].key for letter in "abc"]
     assert_equal(shards, ShardSet.open([folder]))
 
 

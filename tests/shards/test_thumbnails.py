@@ -19,10 +19,10 @@ from qie.encode import Encoder, EncoderOptions
 from qie.encode.images import to_thumbnail
 from qie.errors import ShardError
 from qie.precompute import precompute
-from qie.shards.compact_index import read_compact, write_compact
+from qie.shards.compact_index import read_compact
 from qie.shards.index import read_index
 from qie.shards.reader import Shard
-from qie.shards.shard_set import ShardSet, compacted
+from qie.shards.shard_set import ShardSet, compact_folder
 from qie.stores import File, open_folder
 from qie.types import Shape
 from tests.builders import (
@@ -108,7 +108,7 @@ def test_a_compacted_index_reads_them_too(tmp_path: Path) -> None:
     samples = [make_sample(n, recipe=SMALL) for n in range(2)]
     write_shard(tmp_path, samples, recipe=SMALL)
     folder = open_folder(tmp_path)
-    write_compact(folder, compacted(folder))
+    compact_folder(folder)
     found = read_compact(folder)
     assert found is not None and found.recipe == SMALL
     assert_same(ShardSet.open([tmp_path]).load(1), samples[1])

@@ -21,9 +21,9 @@ import pytest
 from qie.data.opening import open_stream
 from qie.errors import QieError
 from qie.shards.cache import ShardCache
-from qie.shards.compact_index import COMPACT_NAME, write_compact
+from qie.shards.compact_index import COMPACT_NAME
 from qie.shards.discovery import find_indexes
-from qie.shards.shard_set import ShardSet, compacted
+from qie.shards.shard_set import ShardSet, compact_folder
 from qie.stats import summarise
 from qie.stores import open_folder
 from qie.types import Sample
@@ -230,12 +230,12 @@ def test_a_folder_of_a_web_server_opens_by_its_compacted_index_alone(
     nginx: Nginx, shards: Path, expected: list[Facts]
 ) -> None:
     folder = Path(shutil.copytree(shards, shards.parent / "listed"))
-    write_compact(open_folder(folder), compacted(open_folder(folder)))
+    compact_folder(open_folder(folder))
     url = f"{nginx.url.rpartition('/')[0]}/listed"
 
     stream = open_stream(url, **SETTINGS)
 
-    assert nginx.asked() == [f"GET|/listed/{COMPACT_NAME}|-"]
+    assert nginx.asked() == [f"{way}|/listed/{COMPACT_NAME}|-" for way in ("HEAD", "GET")]
     assert all_facts(stream.forever(), len(expected)) == expected
     assert all_facts(open_stream(f"{url}/*.tar", **SETTINGS).forever(), len(expected)) == expected
     found = summarise(find_indexes([url]), verify=True)
