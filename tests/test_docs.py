@@ -32,8 +32,8 @@ from qie.encode.images import MAX_RATIO
 from qie.families import FAMILIES
 from qie.image_formats import IMAGE_FORMATS
 from qie.precompute.ray import RETRIES, TASKS_PER_SLOT
-from qie.shards.record import encode
 from qie.shards.compact_index import OF_SHARDS, TEXTS
+from qie.shards.record import encode
 from qie.shards.sample_table import COLUMNS
 from qie.stores.objects import PART_BYTES
 from qie.stores.retry import REQUEST_S, RETRY_S
