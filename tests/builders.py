@@ -168,6 +168,12 @@ def rewrite_index(path: Path, change: Callable[[dict[str, Any]], object], *, own
     path.write_text((canonical_json if own_hash else json.dumps)(values) + "\n", encoding="utf-8")
 
 
+def without_fast_hashes(index: dict[str, Any]) -> None:
+    """Make an index's values those of before there was an XXH3-128; a change for `rewrite_index`."""
+    for member in index["files"].values():
+        del member["xxh3_128"]
+
+
 def without_own_hash(text: str) -> str:
     """An index as it was written before it had a hash of its own."""
     return text[: text.index(',"this_sha256":')] + "}"

@@ -27,8 +27,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from qie.errors import ShardError
 from qie.recipe import Recipe, canonical_json
+from qie.shards.hashes import SHA256_BYTES, XXH3_BYTES
 from qie.shards.index import ShardIndex, Skipped, first_fault, parse_stem, recipe_fields
-from qie.shards.sample_table import COLUMNS, HASH_BYTES, Table, overlapping
+from qie.shards.sample_table import COLUMNS, Table, overlapping
 from qie.shards.tensors import is_text_alone
 from qie.stores import File, Folder, MissingError, ObjectFolder, local_copy
 from qie.types import Shape
@@ -36,7 +37,13 @@ from qie.types import Shape
 COMPACT_NAME = "index.safetensors"
 COMPACT_VERSION = 2
 
-WIDE = {"keys": HASH_BYTES, "hashes": HASH_BYTES, "shard_rows": 2, "tar_hashes": HASH_BYTES}
+WIDE = {
+    "keys": SHA256_BYTES,
+    "hashes": SHA256_BYTES,
+    "xxh3_128": XXH3_BYTES,
+    "shard_rows": 2,
+    "tar_hashes": SHA256_BYTES,
+}
 """Columns of several values each, and how many."""
 TEXTS = ("stems", "stamps", "skipped")
 OF_SHARDS: dict[str, np.dtype[Any]] = {
@@ -411,7 +418,7 @@ def _append(
     values["shard_rows"] = np.array([shard.rows for shard in facts], np.int64).reshape(-1, 2)
     values["filesizes"] = np.array([shard.filesize for shard in facts], np.int64)
     hashes = b"".join(bytes.fromhex(shard.sha256) for shard in facts)
-    values["tar_hashes"] = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
+    values["tar_hashes"] = np.frombuffer(hashes, np.uint8).reshape(-1, SHA256_BYTES)
     texts = {
         "stems": [shard.stem for shard in facts],
         "stamps": [shard.stamp for shard in facts],

@@ -19,12 +19,13 @@ from pydantic import TypeAdapter, ValidationError
 from qie.errors import ShardError
 from qie.families import FAMILIES
 from qie.recipe import LATER, STORED_AS, Recipe, canonical_json, normal_prompt
+from qie.shards.hashes import SHA256_BYTES
 from qie.shards.record import FORMAT_VERSION, Whole
 from qie.shards.tensors import tensor_bytes
 from qie.stores import File, MissingError
 from qie.types import Row, Sample, Shape
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_HEX = re.compile(r"[0-9a-f]*")
 _STEM = re.compile(r"(\d{8,})-(\d{8,})")
 _OWN_HASH = ',"this_sha256":"'
 
@@ -178,9 +179,9 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def is_digest(text: str) -> bool:
-    """Whether a text is a SHA-256 as it is written here: 64 lower-case hex characters."""
-    return _DIGEST.fullmatch(text) is not None
+def is_digest(text: str, size: int = SHA256_BYTES) -> bool:
+    """Whether a text is a hash of `size` bytes as it is written here: two lower-case hex characters each."""
+    return len(text) == 2 * size and _HEX.fullmatch(text) is not None
 
 
 def member_name(key: str) -> str:

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from qie.errors import ShardError
 from qie.recipe import Recipe
+from qie.shards.hashes import NONE, SHA256_BYTES, XXH3_BYTES
 from qie.shards.index import Entry, Member, ShardIndex, is_digest, member_name
 from qie.shards.tensors import Sizes, bytes_by_name, is_text_alone
 from qie.types import Shape
 
 T = TypeVar("T")
-
-HASH_BYTES = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +79,7 @@ class Table:
     Attributes:
         keys: [N, 32] content keys.
         hashes: [N, 32] SHA-256 of the records.
+        xxh3_128: [N, 16] their XXH3-128; zeros where an index has none.
         rows: [N] number of the row in its source.
         variants: [N] which variant of the row.
         offsets, sizes: [N] where the record lies in its tar, in bytes.
@@ -95,6 +95,7 @@ class Table:
 
     keys: NDArray[np.uint8]
     hashes: NDArray[np.uint8]
+    xxh3_128: NDArray[np.uint8]
     rows: NDArray[np.int64]
     variants: NDArray[np.int32]
     offsets: NDArray[np.int64]
@@ -198,6 +199,7 @@ class Table:
         return cls(
             keys=_digests([entry.key for entry in index.samples], where),
             hashes=_digests([member.sha256 for member in members], where),
+            xxh3_128=_digests([_xxh3_128(member) for member in members], where, XXH3_BYTES),
             rows=np.array([entry.row for entry in index.samples], np.int64),
             variants=np.array([entry.variant for entry in index.samples], np.int32),
             offsets=np.array([member.offset for member in members], np.int64),
@@ -336,11 +338,15 @@ def _sizes(entry: Entry, member: Member, recipe: Recipe, where: object) -> Sizes
     return sizes
 
 
-def _digests(digests: Sequence[str], where: object) -> NDArray[np.uint8]:
-    odd = [digest for digest in digests if not is_digest(digest)]
+def _digests(digests: Sequence[str], where: object, size: int = SHA256_BYTES) -> NDArray[np.uint8]:
+    odd = [digest for digest in digests if not is_digest(digest, size)]
     if odd:
         raise ShardError("the index has a malformed hash", where=where, found=repr(odd[0][:80]))
-    return np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, HASH_BYTES)
+    return np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, size)
+
+
+def _xxh3_128(member: Member) -> str:
+    return NONE.hex() if member.xxh3_128 is None else member.xxh3_128
 
 
 def numbered(values: Sequence[T]) -> tuple[NDArray[np.int32], tuple[T, ...]]:

@@ -24,6 +24,7 @@ from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.compact_index import COMPACT_NAME, Compact, CompactShard, ManifestFolder, read_compact, write_compact
 from qie.shards.discovery import find_indexes, index_names, rows_of
+from qie.shards.hashes import missed
 from qie.shards.index import Entry, Skipped
 from qie.shards.reader import Shard, Tar, checked_sample
 from qie.shards.sample_table import Columns, GrowingTable, Table, overlapping
@@ -71,13 +72,14 @@ class ShardSet:
         table: what their indexes say of the samples.
         verify: when a record's hash is checked: never, when it is first read, or always. Its header is checked in any
             case.
+        both_hashes: whether its SHA-256 is then checked, too, where the index has a faster hash.
 
     Raises:
         RecipeMismatchError: the shards are of several recipes; says which and how they differ.
         ShardError: two shards claim the same row, or there is no sample at all.
     """
 
-    def __init__(self, parts: Iterable[OpenShards], verify: Verify = "first") -> None:
+    def __init__(self, parts: Iterable[OpenShards], verify: Verify = "first", *, both_hashes: bool = False) -> None:
         parts = list(parts)
         if len(parts) > 1:
             _require_parts_disjoint(parts)
@@ -87,6 +89,7 @@ class ShardSet:
         self.recipe: Recipe = filled[0].recipe
         self.table = filled[0].table
         self.verify: Verify = verify
+        self.both_hashes = both_hashes
         self._parts: list[OpenShards] = []
         self._tars = _Chain()
         self._seen = bytearray()  # a bit for each sample
@@ -245,16 +248,16 @@ class ShardSet:
         record = tar.read(start, stop)
         if not check:
             return record
-        expected = bytes(self.table.hashes[position])
-        sound = hashlib.sha256(record).digest() == expected
-        if not sound and tar.forget_copy():
+        sha256, xxh3 = (bytes(hashes[position]) for hashes in (self.table.hashes, self.table.xxh3_128))
+        lacking = missed(record, sha256, xxh3, both=self.both_hashes)
+        if lacking and tar.forget_copy():
             record = tar.read(start, stop)  # once more: the copy on this disk may be at fault
-            sound = hashlib.sha256(record).digest() == expected
-        if not sound:
+            lacking = missed(record, sha256, xxh3, both=self.both_hashes)
+        if lacking:
             raise ShardError(
                 "a record is damaged",
                 where=where,
-                expected=f"SHA-256 {expected.hex()}",
+                expected=lacking,
                 hint="copy the shard again, or delete it with its index and run qie-precompute again",
             )
         return record

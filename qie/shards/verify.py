@@ -50,7 +50,7 @@ def shard_faults(shard: Shard) -> Iterator[QieError]:
 def _record_faults(part: OpenShards) -> Iterator[ShardError]:
     if not len(part.table):
         return
-    samples = ShardSet([part])
+    samples = ShardSet([part], both_hashes=True)
     for position in np.argsort(part.table.offsets, kind="stable").tolist():
         try:
             samples.fetch(position)

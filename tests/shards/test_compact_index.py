@@ -499,7 +499,11 @@ def test_one_that_is_malformed_under_right_hashes_is_one_clear_error_before_a_ba
 
 LIES: dict[str, tuple[Callable[[Any, dict[str, np.ndarray]], object], str]] = {
     "another's key": (value("keys", 7), "the record is another sample's"),
-    "another's hash": (value("hashes", 7), "a record is damaged"),
+    "another's fast hash": (value("xxh3_128", 7), "a record is damaged"),
+    "another's SHA-256 and no fast hash": (
+        lambda about, columns: value("hashes", 7)(about, columns) or value("xxh3_128", 0)(about, columns),
+        "a record is damaged",
+    ),
     "another shape": (column("shapes", lambda values: values[[0, 0, 2]].copy()), "the record has other sizes"),
     "a negative offset": (value("offsets", -512), "lies outside its shard"),
     "an offset without room behind it": (value("offsets", 10_000), "lies outside its shard"),
@@ -530,9 +534,10 @@ def test_what_it_says_wrongly_of_a_record_is_one_clear_error_when_that_is_read(
         assert_same(shards.fetch(position), expected.fetch(position))
 
 
-@pytest.mark.parametrize("name", sorted({*COLUMNS, *OF_SHARDS, "stems", "stamps"} - {"rows", "tar_hashes"}))
+@pytest.mark.parametrize("name", sorted({*COLUMNS, *OF_SHARDS, "stems", "stamps"} - {"rows", "hashes", "tar_hashes"}))
 def test_a_flipped_bit_of_a_column_is_found_before_what_it_says_is_used(folder: Path, name: str) -> None:
-    """Rows are read only where there are variants, and hashes of tars where these are copied, which are hashed then."""
+    """Rows are read only where there are variants, SHA-256 of records where they have no other hash, and hashes of tars
+    where these are copied, which are hashed then."""
     content = bytearray(compact(folder).read())
     length = int.from_bytes(content[:8], "little")
     start, stop = json.loads(content[8 : 8 + length])[name]["data_offsets"]

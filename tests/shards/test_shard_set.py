@@ -31,6 +31,7 @@ from tests.builders import (
     rewrite_index,
     same_bits,
     split_record,
+    without_fast_hashes,
     write_shard,
     write_variants,
 )
@@ -209,12 +210,17 @@ def test_a_record_of_other_sizes_than_its_index_says_is_refused(tmp_path: Path, 
     assert sample.key in str(error.value.where)
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["fast hash", "SHA-256 alone"])
 @pytest.mark.parametrize("verify", VERIFY)
-def test_a_tar_swapped_for_another_of_equal_size_is_named_with_key_and_offset(tmp_path: Path, verify: Verify) -> None:
+def test_a_tar_swapped_for_another_of_equal_size_is_named_with_key_and_offset(
+    tmp_path: Path, verify: Verify, fast: bool
+) -> None:
     tars = [tmp_path / f"{stem}.tar" for stem in ("00000000-00000001", "00000001-00000002")]
     samples = [make_sample(1), make_sample(2)]
     for row, sample in enumerate(samples):
         write_shard(tmp_path, [sample], start=row)
+        if not fast:
+            rewrite_index(tars[row].with_suffix(".json"), without_fast_hashes)
     contents = [tar.read_bytes() for tar in tars]
     for tar, content in zip(tars, contents[::-1], strict=True):
         tar.write_bytes(content)
@@ -231,7 +237,8 @@ def test_a_tar_swapped_for_another_of_equal_size_is_named_with_key_and_offset(tm
             if verify == "off":
                 assert (what, expected) == ("the record is another sample's", sample.key)
             else:
-                assert (what, expected) == ("a record is damaged", f"SHA-256 {member.sha256}")
+                hashed = f"XXH3-128 {member.xxh3_128}" if fast else f"SHA-256 {member.sha256}"
+                assert (what, expected) == ("a record is damaged", hashed)
 
 
 # Indexes that do not fit themselves
@@ -297,9 +304,14 @@ def test_an_index_whose_sizes_do_not_fit_each_other_is_refused_when_it_is_opened
         assert str(error.value.where) == f"{path}, {KINDS['plain'].key}"
 
 
-@pytest.mark.parametrize("digest", ["", "0" * 63, "0" * 65, "g" * 64, "A" * 64, "0x" + "0" * 62])
-def test_an_index_with_something_else_than_a_hash_is_refused_when_it_is_opened(path: Path, digest: str) -> None:
-    rewrite_index(path.with_suffix(".json"), member(sha256=digest))
+@pytest.mark.parametrize(("name", "length"), [("sha256", 64), ("xxh3_128", 32)])
+@pytest.mark.parametrize("change", [(0, ""), (-1, "0"), (1, "0"), (0, "g"), (0, "A"), (0, "0x0")], ids=str)
+def test_an_index_with_something_else_than_a_hash_is_refused_when_it_is_opened(
+    path: Path, name: str, length: int, change: tuple[int, str]
+) -> None:
+    more, begin = change
+    digest = begin.ljust(length + more, "0") if begin else ""
+    rewrite_index(path.with_suffix(".json"), member(**{name: digest}))
 
     with pytest.raises(ShardError, match="a malformed hash") as error:
         ShardSet.open([path.parent])

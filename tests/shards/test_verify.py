@@ -152,6 +152,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         f"{FIRST}.tar",
         "the record is another sample's",
     ),
+    **{
+        f"an index has another {name}": (
+            lambda folder, name=name, length=length: rewrite_index(
+                folder / f"{FIRST}.json",
+                lambda values: values["files"][member_name(SAMPLES[0].key)].update({name: "0" * (length - 1) + "1"}),
+                own_hash=True,
+            ),
+            f"{SAMPLES[0].key}",
+            "a record is damaged",
+        )
+        for name, length in (("sha256", 64), ("xxh3_128", 32))
+    },
     "bytes between records": (overlaid, f"{FIRST}.tar", "the tar is not the one that its index describes"),
     "the compacted index is cut": (
         lambda folder: os.truncate(folder / COMPACT_NAME, 100),

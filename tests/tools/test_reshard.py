@@ -20,7 +20,7 @@ from qie.shards.writer import ShardWriter
 from qie.stats import summarise
 from qie.stores import open_folder
 from tests.builders import RECIPE as sample_recipe
-from tests.builders import ROOT, make_entry, make_sample, write_shard
+from tests.builders import ROOT, make_entry, make_sample, rewrite_index, without_fast_hashes, write_shard
 from tests.s3 import S3
 from tests.stubs import RECIPE, StubEncoder, StubSource
 
@@ -74,6 +74,15 @@ def test_parts_are_merged_into_the_files_of_one_run_and_rows_split_off_again(tmp
     cut(apart, tmp_path / "gap", shard_size=8)
     ranges = [(shard.index.start, shard.index.stop) for shard in map(Shard, published(tmp_path / "gap"))]
     assert ranges == [(6, 8), (8, 16), (16, 21), (25, 30)], "rows that no shard holds stay a gap"
+
+
+def test_indexes_of_before_there_was_a_fast_hash_give_files_that_have_one(tmp_path: Path) -> None:
+    for index in encoded(tmp_path / "old", 8).glob("*.json"):
+        rewrite_index(index, without_fast_hashes, own_hash=True)
+
+    cut([tmp_path / "old"], tmp_path / "new", shard_size=5)
+
+    assert files(tmp_path / "new") == files(encoded(tmp_path / "fresh", 5))
 
 
 def test_what_is_left_out_is_a_skipped_row_with_its_reason_and_its_record_is_gone(tmp_path: Path) -> None:
