@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from qie.config import Config, required
@@ -30,7 +31,8 @@ from qie.recipe import Recipe, brief
 from qie.shards.cache import ShardCache
 from qie.shards.discovery import find_indexes, gaps
 from qie.shards.index import parse_stem
-from qie.shards.shard_set import ShardSet, open_shards
+from qie.shards.sample_table import missing_rows
+from qie.shards.shard_set import ShardSet, open_named, open_shards
 from qie.stages import quick_turns
 from qie.stores import File, LocalFolder, StoreError, open_folder
 
@@ -84,17 +86,25 @@ class Choice:
 def choose(config: Config, shards: Sequence[str] = (), *, follow: bool = False) -> Choice:
     """The choice that a configuration makes by itself, without looking at any file.
 
-    Shards that are named come first, then cache.write_through, then cache.cache_dir unless cache.use_cache is false,
-    then live rows.
+    Shards that are named come first, then those of cache.index, then cache.write_through, then cache.cache_dir unless
+    cache.use_cache is false, then live rows.
 
     Raises:
         UsageError: the choice does not fit --follow, or train.epochs.
     """
     cache = config.cache
     configured = (cache.cache_dir,) if cache.cache_dir and cache.use_cache and not cache.write_through else ()
+    if cache.index:
+        configured = (str(File.at(cache.index).folder),)
     places = tuple(shards) or configured
     encoded: StreamKind = "write_through" if cache.write_through else "live"
     kind: StreamKind = "follow" if follow else "shards" if places else encoded
+    if cache.index and (follow or cache.write_through):
+        raise UsageError(
+            "a compacted index tells of shards that are all there",
+            where="--index, or cache.index",
+            found="--follow" if follow else "cache.write_through",
+        )
     if follow and len(places) != 1:
         raise UsageError("--follow needs one folder of shards", expected="that of qie-precompute", found=list(places))
     if config.train.epochs and kind in ("follow", "write_through"):
@@ -103,7 +113,7 @@ def choose(config: Config, shards: Sequence[str] = (), *, follow: bool = False) 
             where="train.epochs",
             hint="set train.max_steps instead",
         )
-    return Choice(kind, places, bool(shards))
+    return Choice(kind, places, bool(shards) or cache.index is not None)
 
 
 def chosen_indexes(choice: Choice, *, or_none: bool) -> list[File]:
@@ -183,21 +193,38 @@ class _Opening:
     def shards(self) -> Stream:
         source, why = self._source()
         lost: list[tuple[File, ShardError]] = []
-        indexes = chosen_indexes(self.choice, or_none=source is not None or why is not None)
+        stored, shard_rows = self._named() if self.config.cache.index else self._listed(source, why, lost)
         if why is not None:
-            if not indexes:
-                raise why
             self.telling.say(f"data.source cannot be opened here ({why.what}): the shards are trained on as they are")
-        for folder, start, stop in gaps(indexes):
-            self.telling.say(f"rows [{start}, {stop}) are missing: no shard in {folder} covers them")
-        stored = self._stored(indexes, None if source is None else lost)
         accepted = self._compared(stored.recipe) if stored else ()
         if source is None or (stored and (accepted or self.config.cache.trust_published)):
             assert stored is not None
             for _, error in lost:
                 raise error
             return self._stream(stored, accepted)
-        return self._mixed(source, stored, indexes, lost)
+        return self._mixed(source, stored, shard_rows, lost)
+
+    def _listed(
+        self, source: Source | None, why: QieError | None, lost: list[tuple[File, ShardError]]
+    ) -> tuple[ShardSet | None, int]:
+        """The shards that are there and how many rows the largest is of; with a source, those that can be read."""
+        indexes = chosen_indexes(self.choice, or_none=source is not None or why is not None)
+        if why is not None and not indexes:
+            raise why
+        for folder, start, stop in gaps(indexes):
+            self.telling.say(f"rows [{start}, {stop}) are missing: no shard in {folder} covers them")
+        rows = [rows for index in indexes if (rows := parse_stem(index.stem))]
+        largest = max((stop - start for start, stop in rows), default=SHARD_ROWS)
+        return self._stored(indexes, None if source is None else lost), largest
+
+    def _named(self) -> tuple[ShardSet, int]:
+        """The same of a compacted index, which is taken at its word."""
+        index = self.config.cache.index
+        assert index is not None
+        part = open_named(index, self.choice.places, self._kept_in)
+        for start, stop in missing_rows(part.rows):
+            self.telling.say(f"rows [{start}, {stop}) are missing: no shard of {index} covers them")
+        return ShardSet([part], self.config.cache.verify), int(np.diff(part.rows, axis=1).max(initial=1))
 
     def follow(self) -> Stream:
         rows = len(
@@ -252,7 +279,7 @@ class _Opening:
         self,
         source: Source,
         stored: ShardSet | None,
-        indexes: Sequence[File],
+        shard_rows: int,
         lost: Sequence[tuple[File, ShardError]],
     ) -> Stream:
         """The rows of a source, out of shards as far as these hold them."""
@@ -264,9 +291,7 @@ class _Opening:
                 f"no row of data.source can be read here ({reason}): the shards are trained on as they are"
             )
             return self._stream(stored)
-        names = [rows for index in indexes if (rows := parse_stem(index.stem))]
-        size = max((stop - start for start, stop in names), default=SHARD_ROWS)
-        samples = LiveSamples(source, encoder, variants(self.config), known, stored, size, self.warn)
+        samples = LiveSamples(source, encoder, variants(self.config), known, stored, shard_rows, self.warn)
         self._tell_skipped(known, [(gone.row, gone.variant) for gone in stored.skipped] if stored else ())
         self._tell_mixed(samples, lost)
         return self._stream(samples)

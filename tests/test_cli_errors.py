@@ -161,7 +161,8 @@ def without_shards() -> list[Case]:
         "empty/*.tar": "nothing that matches",
         "": "config.yaml",
     }
-    commands = [(stats, ()), (stats, ("--verify",)), (stats, ("--json",)), (train, (*CONFIG, *NO_SOURCE))]
+    options = [(), ("--verify",), ("--json",), ("--compact",)]
+    commands = [*((stats, words) for words in options), (train, (*CONFIG, *NO_SOURCE))]
     return [
         (command, (place, *arguments), ["no shards found", found])
         for place, found in places.items()
@@ -170,6 +171,11 @@ def without_shards() -> list[Case]:
 
 
 FAULTS: dict[str, list[Case]] = {
+    "a compacted index that is named has to be one, and to be there": [
+        (train, (*CONFIG, "--index", "shards/index.safetensors"), ["no such compacted index", "qie-stats --compact"]),
+        (train, (*CONFIG, "--index", "image.png", "shards", "empty"), ["goes with one folder", "shards, empty"]),
+        (train, (*CONFIG, "--index", "image.png", "--follow"), ["all there", "--follow"]),
+    ],
     "a missing config file is named": everywhere(
         ["configuration file cannot be read", "missing.yaml"], "--config", "missing.yaml"
     ),

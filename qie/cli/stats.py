@@ -13,12 +13,12 @@ from qie.cli.common import Command, Progress, echo, explained, quiet_option, set
 from qie.quantities import human_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from qie.html_report.decoding import VaeDecoder
     from qie.stats import EpochPlan, Explanation, Summary
-    from qie.stores import File
+    from qie.stores import File, Folder
 
 GALLERY = 24
 
@@ -67,6 +67,8 @@ def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) ->
     from qie.shards.discovery import find_indexes
 
     _check(options)
+    if options["compact"] and not (options["verify"] or options["html"] or options["whole"] or as_json):
+        sys.exit(1 if _compact(_folders(shards), quiet) else 0)
     indexes = find_indexes(shards)
     if options["source"]:
         _explain(indexes, options, as_json, quiet)
@@ -113,7 +115,7 @@ def _summarise(
     if page:
         summary = _write_page(page, shards, indexes, summary, options, quiet or as_json)
     if options["compact"] and not summary.faults:
-        _compact(indexes, quiet or as_json)
+        _compact({index.folder.url: index.folder for index in indexes}.values(), quiet or as_json)
     if as_json:
         _print_json(summary.to_dict())
     else:
@@ -198,13 +200,40 @@ def _plan(indexes: Sequence[File], options: dict[str, Any], as_json: bool) -> No
         _print_plan(plan)
 
 
-def _compact(indexes: Sequence[File], quiet: bool) -> None:
+def _compact(folders: Iterable[Folder], quiet: bool) -> bool:
+    """Whether rows are missing between shards, which is told."""
+    from qie.shards.compact_index import read_compact
+    from qie.shards.sample_table import missing_rows
     from qie.shards.shard_set import compact_folder
 
-    for folder in {index.folder.url: index.folder for index in indexes}.values():
-        file, shards, samples = compact_folder(folder)
+    lacking = False
+    for folder in folders:
+        with Progress("compacting", 0, "shards", quiet=quiet) as progress:
+            file, shards, samples = compact_folder(folder, progress.begin, progress.at)
+        written = read_compact(file)
+        gaps = missing_rows(written.rows) if written else []
+        lacking = lacking or bool(gaps)
+        for start, stop in gaps:
+            echo(f"missing   [{start}, {stop}) in {folder}")
         if not quiet:
             echo(f"compacted: {file}, {shards} shards, {samples} samples, {human_bytes(file.size() or 0)}")
+    return lacking
+
+
+def _folders(places: Sequence[str]) -> list[Folder]:
+    """The folders of shards that are named. A list of all their shards is made only where not a folder was named."""
+    from qie.shards.discovery import find_indexes
+    from qie.stores import is_glob, open_folder, spelled_out
+
+    found: dict[str, Folder] = {}
+    for name in (name for place in places for name in spelled_out(place)):
+        folder = None if is_glob(name) or name.endswith((".tar", ".json")) else open_folder(name)
+        if folder is None or not folder.names():
+            for index in find_indexes(name):  # which says what is there instead
+                found[index.folder.url] = index.folder
+        else:
+            found[folder.url] = folder
+    return list(found.values())
 
 
 def _print_json(value: object) -> None:

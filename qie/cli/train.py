@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 @config_option
 @click.option("--resume", metavar="DIR|latest", help="Resume from a checkpoint as if the run had never stopped.")
 @click.option("--follow", is_flag=True, help="Train on shards that qie-precompute is still writing.")
+@click.option(
+    "--index",
+    metavar="FILE|URL",
+    help="Take this compacted index at its word (qie-stats --compact): no folder is listed, no other index read.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what a run would do, its memory and its time; read no weights.")
 @click.option("--gpu", metavar="NAME", help="With --dry-run: plan for such a GPU, as GeForce RTX 4090 or H100.")
 @click.option(
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
 def main(
     shards: tuple[str, ...],
     config_path: str,
+    index: str | None,
     accept_recipe: bool,
     overrides: tuple[str, ...],
     dry_run: bool,
@@ -62,7 +68,8 @@ def main(
 
     if not dry_run and (gpu or vram):
         raise UsageError("--gpu and --vram belong to a dry run", hint="add --dry-run; a run takes the GPU that is here")
-    config = load_config(config_path, [*overrides, *(["cache.accept_recipe=true"] if accept_recipe else [])])
+    named = {"cache.accept_recipe": accept_recipe and "true", "cache.index": index}
+    config = load_config(config_path, [*overrides, *(f"{name}={value}" for name, value in named.items() if value)])
     name, family, vae = config.model.pretrained_model_name_or_path, config.model.family, config.model.vae
     pretrained = open_pretrained(name, family, ("transformer", "scheduler"), vae=vae, weights=not dry_run)
     quiet_libraries()

@@ -236,6 +236,11 @@ class ShardCacheConfig(Section):
     cache_dir: Place | None = Field(
         None, description="Path or URL that qie-precompute writes to and qie-train reads from."
     )
+    index: Place | None = Field(
+        None,
+        description="Path or URL of a compacted index that qie-train takes at its word, as by --index: it lists no "
+        "folder. The shards lie beside it, or in the folder that SHARDS names.",
+    )
     use_cache: bool = Field(
         True,
         description="Train on the shards in cache_dir, and encode live only the rows of data.source that they "

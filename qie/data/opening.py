@@ -23,11 +23,12 @@ Places = str | Path | Iterable[str | Path]
 
 
 def open_stream(
-    data: Places | Source,
+    data: Places | Source = (),
     *,
     batch_size: int = 1,
     encoder: RowEncoder | None = None,
     shards: Places | None = None,
+    index: str | Path | None = None,
     variants: Variants | None = None,
     verify: Verify = "first",
     cache: ShardCache | None = None,
@@ -43,6 +44,8 @@ def open_stream(
         batch_size: samples per batch of this process.
         encoder: encodes rows live, ahead in the background.
         shards: where rows are looked for, by content, before they are encoded; only with an encoder.
+        index: a compacted index that is taken at its word, see `ShardSet.open`; only without an encoder. `data` is then
+            the folder of its shards, or () for that in which it lies.
         variants: which variants of raw rows there are; one each without.
         verify: when records are checked against their hashes, see `ShardSet`.
         cache: keeps remote shards on the local disk.
@@ -58,7 +61,7 @@ def open_stream(
     """
     samples: Samples
     if encoder is None:
-        samples = ShardSet.open(_listed(cast(Places, data)), verify=verify, cache=cache)
+        samples = ShardSet.open(_listed(cast(Places, data)), index=index, verify=verify, cache=cache)
     else:
         from qie.data.live import LiveSamples, look_at_rows
         from qie.data.sources import open_source

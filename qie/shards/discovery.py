@@ -11,9 +11,12 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import numpy as np
+
 from qie.errors import ShardError, UsageError
 from qie.shards.compact_index import ManifestFolder
 from qie.shards.index import parse_stem, read_index
+from qie.shards.sample_table import missing_rows
 from qie.stores import (
     File,
     Folder,
@@ -123,11 +126,8 @@ def gaps(indexes: Iterable[File]) -> Iterator[Gap]:
         for index in known:
             with suppress(ShardError):
                 rows.append(rows_of(index))
-        end = 0
-        for start, stop in sorted(rows):
-            if start > end:
-                yield url, end, start
-            end = max(end, stop)
+        for start, stop in missing_rows(np.array(rows, np.int64).reshape(-1, 2)):
+            yield url, start, stop
 
 
 def lonely(folder: Folder) -> list[File]:

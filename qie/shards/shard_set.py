@@ -294,8 +294,17 @@ def _blamed(blame: Blame | None, index: File, opened: Callable[[], T]) -> T | No
         return None
 
 
-def compact_folder(folder: Folder) -> tuple[File, int, int]:
+def compact_folder(
+    folder: Folder,
+    begin: Callable[[int, int], object] = lambda done, total: None,
+    progress: Callable[[int], object] = lambda done: None,
+) -> tuple[File, int, int]:
     """Write the compacted index of a folder, in memory that does not grow with the samples.
+
+    Args:
+        folder: of the shards.
+        begin: told 0, and how many shards there are.
+        progress: told how many were read.
 
     Returns:
         The file, and how many shards and samples it tells of.
@@ -308,6 +317,7 @@ def compact_folder(folder: Folder) -> tuple[File, int, int]:
     names = index_names(folder.names() if stamps is None else stamps)
     files = [File(folder, name) for name in names]
     _require_apart(files)
+    begin(0, len(files))
 
     def looked_at(file: File) -> tuple[CompactShard, Table, Recipe] | None:
         stamp = folder.stamp(file.name) if stamps is None else stamps.get(file.name)
@@ -324,10 +334,11 @@ def compact_folder(folder: Folder) -> tuple[File, int, int]:
     recipe = first[2]
 
     def parts() -> Iterator[tuple[list[CompactShard], Table]]:
-        for facts, table, theirs in chain([first], found):
+        for number, (facts, table, theirs) in enumerate(chain([first], found), start=1):
             where = File(folder, f"{facts.stem}.tar")
             recipe.require_equal(theirs, where, "shards of two recipes belong into two folders")
             yield [facts], table
+            progress(number)
 
     with closing(found):
         return write_compact(folder, recipe, parts())

@@ -22,7 +22,8 @@ from qie.data.shared_tier import SharedTier
 from qie.data.sources import open_source
 from qie.errors import QieError, RecipeMismatchError, UsageError
 from qie.precompute import precompute
-from qie.shards.shard_set import ShardSet
+from qie.shards.shard_set import ShardSet, compact_folder
+from qie.stores import LocalFolder, disk
 from qie.stream_chooser import Choice, Telling, choose, open_training_stream
 from tests.conftest import AREA_PX, ROOT
 from tests.stream.checks import all_facts, spoil
@@ -86,6 +87,10 @@ def opened(tmp_path: Path, settings: dict[str, Any], *named: str) -> tuple[qie.S
         ((), {"cache_dir": "c", "write_through": True, "use_cache": False}, False, Choice("write_through")),
         (("a",), {"cache_dir": "c"}, True, Choice("follow", ("a",), True)),
         ((), {"cache_dir": "c"}, True, Choice("follow", ("c",))),
+        ((), {"cache_dir": "c", "index": "i/all.safetensors"}, False, Choice("shards", ("i",), True)),
+        (("a",), {"index": "i/all.safetensors"}, False, Choice("shards", ("a",), True)),
+        ((), {"index": "i/all.safetensors"}, True, "all there"),
+        ((), {"index": "i/all.safetensors", "cache_dir": "c", "write_through": True}, False, "all there"),
         (("a", "b"), {}, True, "one folder"),
         ((), {"cache_dir": "c", "use_cache": False}, True, "one folder"),
     ],
@@ -119,6 +124,26 @@ def test_processes_of_a_machine_share_the_host_memory_that_keeps_samples(
             next(iter(stream))
     alone, shared = tiers
     assert isinstance(alone, DeviceTier) and isinstance(shared, SharedTier) and shared.bytes > 0
+
+
+def test_a_named_index_gives_the_stream_that_its_folder_gives_and_lists_nothing(
+    tmp_path: Path, shards: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("00000005-00000010.tar", "00000005-00000010.json"):
+        (shards / name).unlink()
+    compact_folder(LocalFolder(shards))
+    index = (shards / "index.safetensors").rename(tmp_path / "all.safetensors")
+    for source in ({}, {"data.source": None}):
+        found, said = opened(tmp_path, settings | source)
+        looks: list[Path] = []
+        with monkeypatch.context() as patch:
+            entries = disk._entries
+            patch.setattr(disk, "_entries", lambda folder: looks.append(folder) or entries(folder))
+            named, told = opened(tmp_path, settings | source | {"cache.index": str(index)}, str(shards))
+        assert shards not in looks
+        assert "rows [5, 10) are missing" in said[0] and "rows [5, 10) are missing" in told[0]
+        assert all_facts(named, len(named)) == all_facts(found, len(found))
+        assert named.plans.identity == found.plans.identity
 
 
 # Shards of another recipe
