@@ -33,7 +33,7 @@ from measuring import Results, Row, absolute, beside, figure, forget_peak, grown
 from measuring import parser as common
 
 from qie.data.follow import GrowingPlans, GrowingSamples
-from qie.data.plan import PlanSettings
+from qie.data.plan_settings import PlanSettings
 from qie.data.stream import Stream
 from qie.shards.compact_index import COMPACT_NAME
 from qie.shards.shard_set import ShardSet

@@ -17,7 +17,7 @@ from qie.config import Config, required
 from qie.data.follow import GrowingPlans, GrowingSamples
 from qie.data.kept_samples import Keep, KeptSamples
 from qie.data.live import LiveSamples, RowEncoder, RowFacts, look_at_rows
-from qie.data.plan import PlanSettings
+from qie.data.plan_settings import PlanSettings
 from qie.data.sources import Source, SourceSpec
 from qie.data.stream import FixedPlans, Plans, Samples, Stream
 from qie.errors import QieError, RecipeMismatchError, ShardError, SourceError, UsageError

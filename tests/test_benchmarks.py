@@ -82,9 +82,11 @@ def test_commands_of_the_docs_parse(name: str, words: str) -> None:
 
 def test_plan(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    script("plan.py").main(["--samples", "500", "--shapes", "3", "--runs", "2", "--json", str(file)])
+    script("plan.py").main(
+        ["--samples", "500", "--shapes", "3", "--windows", "2000", "--runs", "2", "--json", str(file)]
+    )
     rows = rows_in(file)
-    assert len(rows) == 11 and all("--json" not in row.command for row in rows)
+    assert len(rows) == 15 and all("--json" not in row.command for row in rows)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the garbage collector

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qie.data.plan import PLAN_VERSION, Plan, PlannedBatch, PlanSettings, SequencePrefix, held_out, plan_epoch
+from qie.data.plan import PLAN_VERSION, Plan, PlannedBatch, SequencePrefix, held_out, plan_epoch
+from qie.data.plan_settings import PlanSettings
 from qie.errors import UsageError
 from qie.shards.sample_table import Columns, ends_of
 from qie.types import Shape
@@ -70,6 +71,12 @@ def samples(draw: st.DrawFn, variants: int = 1, sources: int = 1) -> Columns:
     )
 
 
+def some(columns: Columns, data: st.DataObject) -> np.ndarray:
+    """Positions, rising."""
+    chosen = st.lists(st.booleans(), min_size=len(columns), max_size=len(columns))
+    return np.flatnonzero(np.array(data.draw(chosen), np.bool_))
+
+
 def shape_of(columns: Columns, position: int) -> Shape:
     return columns.shape_names[columns.shapes[position]]
 
@@ -90,7 +97,7 @@ def test_epochs_are_counted_without_being_planned(columns, seed, size, order, ta
     columns = replace(columns, source_names=("a", "b"))
     chosen = dict(zip(columns.source_names, weights, strict=True))
     made = PlanSettings(size, seed, tail, order, weights=chosen)
-    kept_out = held_out(np.arange(len(columns) * 32, dtype=np.uint8).reshape(-1, 32), columns.rows, 1)[1]
+    kept_out = held_out(np.arange(len(columns) * 32, dtype=np.uint8).reshape(-1, 32), columns, 1)[1]
     try:
         expected = sum(len(made.plan(columns, epoch, kept_out)) for epoch in range(3))
     except UsageError as error:
@@ -115,7 +122,7 @@ def by(keys: Sequence[Any]) -> list[int]:
 
 def plainly_drawn(columns, seed, epoch, source_weights, leave_out, shuffled) -> list[tuple[int, int, int]]:
     """(position, number of the row's draw, number of the row's draws) in the order of rows."""
-    kept = [position for position in range(len(columns)) if not leave_out[position]]
+    kept = [position for position in range(len(columns)) if position not in leave_out]
     rows = [list(variants) for _, variants in groupby(kept, key=lambda position: columns.rows[position])]
     of_source = defaultdict(list)
     for number, variants in enumerate(rows):
@@ -179,7 +186,7 @@ def plainly(
     similar_lengths=64,
 ) -> list[PlannedBatch]:
     size = global_batch_size
-    leave_out = [False] * len(columns) if leave_out is None else leave_out
+    leave_out = [] if leave_out is None else leave_out.tolist()
     drawn = plainly_drawn(columns, seed, epoch, source_weights, leave_out, order != "sequence")
     if order == "sequence":
         waiting, found = defaultdict(list), []
@@ -215,7 +222,7 @@ def test_a_plan_is_what_lists_and_loops_would_give(columns: Columns, data: st.Da
         "order": data.draw(orders),
         "block_size": data.draw(st.integers(1, 5)),
         "similar_lengths": data.draw(st.integers(0, 5)),
-        "leave_out": np.array(data.draw(st.lists(st.booleans(), min_size=len(columns), max_size=len(columns)))),
+        "leave_out": some(columns, data),
         "source_weights": data.draw(st.none() | st.tuples(*[st.sampled_from(WEIGHTS)] * 3)),
     }
     expected = plainly(columns, **arguments)
@@ -238,9 +245,9 @@ def test_every_plan_keeps_its_promises(
 ) -> None:
     """One shape a batch, filled with its own samples; one variant of each row; nothing lost but by `drop`."""
     size = world_size * per_process
-    out = np.array(data.draw(st.lists(st.booleans(), min_size=len(columns), max_size=len(columns))))
+    out = some(columns, data)
     arguments = {"seed": seed, "epoch": epoch, "global_batch_size": size, "order": order, "leave_out": out}
-    rows = set(columns.rows[~out].tolist())
+    rows = set(np.delete(columns.rows, out).tolist())
     assume(rows)
     padded = plan_epoch(columns, **arguments)
     assert sorted(columns.rows[real(padded)].tolist()) == sorted(rows), "each row once, by one of its variants"
@@ -256,7 +263,7 @@ def test_every_plan_keeps_its_promises(
         assert len(batch.positions) == len(batch.weights) == size
         assert all(type(position) is int for position in batch.positions), "numpy's integers are no JSON"
         assert len({shape_of(columns, position) for position in batch.positions}) == 1
-        assert not out[list(batch.positions)].any()
+        assert not np.isin(batch.positions, out).any()
         assert set(batch.positions) == set(real([batch])), "they are read anyway, and none pads further"
         assert len(set(batch.weights) - {0.0}) == 1
         slices = [batch.slice(rank, world_size) for rank in range(world_size)]
@@ -294,7 +301,7 @@ def test_how_shapes_sources_rows_and_shards_are_numbered_changes_nothing(
         np.repeat(columns.ends, 2),
     )
     settings = {"seed": seed, "epoch": 1, "global_batch_size": size, "order": order}
-    assume(any(plainly_drawn(columns, seed, 1, weights, [False] * len(columns), order != "sequence")))
+    assume(any(plainly_drawn(columns, seed, 1, weights, [], order != "sequence")))
     plan = list(plan_epoch(columns, source_weights=weights, **settings))
     assert list(plan_epoch(renumbered, source_weights=moved, **settings)) == plan
 
@@ -504,8 +511,9 @@ def test_the_plan_of_the_first_shards_is_how_the_plan_of_all_begins(
 ) -> None:
     ends = [n for n in range(1, len(columns) + 1) if n == len(columns) or columns.rows[n] != columns.rows[n - 1]]
     known = sorted(data.draw(st.sets(st.sampled_from(ends)))) + ends[-1:]
-    out = np.isin(columns.rows, data.draw(st.lists(st.sampled_from(columns.rows[1:].tolist() or [0]))))
-    assume(not out.all())
+    rows = data.draw(st.lists(st.sampled_from(columns.rows[1:].tolist() or [0])))
+    out = np.flatnonzero(np.isin(columns.rows, rows))
+    assume(len(out) < len(columns))
     settings = {"seed": seed, "epoch": epoch, "global_batch_size": size}
     everything = plan_epoch(columns, order="sequence", leave_out=out, **settings)
     prefix = SequencePrefix(**settings)
@@ -518,13 +526,13 @@ def test_the_plan_of_the_first_shards_is_how_the_plan_of_all_begins(
             columns.sources[:stop],
             ends_of(columns.blocks[:stop]),
         )
-        found = prefix.extend(first, out[:stop])
+        found = prefix.extend(first, out[out < stop])
         complete = everything[: len(found)]
         assert found.positions.dtype == complete.positions.dtype and found.filled.dtype == complete.filled.dtype
         assert np.array_equal(found.positions, complete.positions) and np.array_equal(found.filled, complete.filled)
-        if out[:stop].all():
+        if (out < stop).sum() == stop:
             continue
-        mine = list(plan_epoch(first, order="sequence", leave_out=out[:stop], **settings))
+        mine = list(plan_epoch(first, order="sequence", leave_out=out[out < stop], **settings))
         assert mine[: len(found)] == list(found) and len(mine) - len(found) <= len(SHAPES)
         assert all(0.0 in batch.weights for batch in mine[len(found) :])
 
@@ -535,8 +543,7 @@ def test_a_batch_comes_when_its_last_sample_does_and_incomplete_ones_in_the_orde
     assert batches(plan) == [(1, 2), (0, 3), (4, 4), (6, 6), (5, 5)]
     assert sorted([WIDE, SQUARE, TWO_CONTROLS]) == [TWO_CONTROLS, SQUARE, WIDE]
     assert batches(SequencePrefix(2).extend(columns)) == [(1, 2), (0, 3)]
-    out = np.array([n == 1 for n in range(7)])
-    assert batches(SequencePrefix(2).extend(columns, out)) == [(0, 3), (2, 6)]
+    assert batches(SequencePrefix(2).extend(columns, np.array([1]))) == [(0, 3), (2, 6)]
     assert len(SequencePrefix(4).extend(of([]))) == len(SequencePrefix(4).extend(columns)) == 0
 
 
@@ -595,7 +602,7 @@ def test_0_batches_name_the_largest_shapes_and_their_numbers() -> None:
 @pytest.mark.parametrize("weights", [None, [1.5]])
 def test_0_batches_of_no_samples_say_so(weights: list[float] | None, order: str) -> None:
     for shapes in ([], [SQUARE, WIDE]):
-        settings = {"order": order, "source_weights": weights, "leave_out": np.ones(len(shapes), np.bool_)}
+        settings = {"order": order, "source_weights": weights, "leave_out": np.arange(len(shapes))}
         with pytest.raises(UsageError, match="0 batches") as caught:
             plan_epoch(of(shapes), seed=0, epoch=0, global_batch_size=1, **settings)
         assert caught.value.found == "no samples"
@@ -616,8 +623,9 @@ def hold_out(keys: Sequence[bytes], count: int, rows: Sequence[int] | None = Non
     """Positions for validation, and of all that is left out."""
     array = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), 32)
     numbers = np.arange(len(keys)) if rows is None else np.array(rows)
-    validation, mask = held_out(array, numbers, count)
-    return validation, set(np.flatnonzero(mask).tolist())
+    columns = of([SQUARE] * len(keys), rows=numbers, blocks=np.zeros(len(keys), np.int64))
+    validation, out = held_out(array, columns, count)
+    return validation, set(out.tolist())
 
 
 @settings(deterministic, max_examples=200)

@@ -16,8 +16,10 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from qie.data.plan import Plan, PlanSettings, SequencePrefix, held_out
+from qie.data.plan import Plan, SequencePrefix, held_out, row_starts
+from qie.data.plan_settings import PlanSettings
 from qie.data.stream import short_hash
+from qie.data.windows import WindowedPlan
 from qie.errors import QieError, UsageError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
@@ -220,35 +222,29 @@ class GrowingPlans:
         while samples.empty:
             samples.wait()
         first = int(samples.columns.ends[0])
-        rows = samples.columns.numbers[:first]
-        if settings.validation_rows >= len(np.unique(rows)):
+        rows = len(row_starts(samples.columns, 0, first))
+        if settings.validation_rows >= rows:
             raise UsageError(
                 "validation.rows leaves nothing of the first shard, from which they are drawn with --follow",
-                expected=f"fewer than {len(np.unique(rows))}",
+                expected=f"fewer than {rows}",
                 found=settings.validation_rows,
             )
         digests = np.array(samples.digests[:first])
-        self.validation, self._first_held_out = held_out(digests, rows, settings.validation_rows)
-        self.identity = settings.identity | {"samples": short_hash(digests), "follow": samples.rows}
-        self._first: tuple[int, Plan] | None = None
+        self.validation, self.held_out = held_out(digests, samples.columns, settings.validation_rows)
+        self.identity = settings.identity(samples.rows) | {"samples": short_hash(digests), "follow": samples.rows}
+        self._first: tuple[int, Plan | WindowedPlan] | None = None
         self._prefix = SequencePrefix(settings.global_batch_size, settings.seed)
-        self._fixed: dict[int, Plan] = {}
+        self._fixed: dict[int, Plan | WindowedPlan] = {}
 
     @property
     def global_batch_size(self) -> int:
         return self.settings.global_batch_size
 
     @property
-    def held_out(self) -> NDArray[np.bool_]:
-        mask = np.zeros(len(self.samples.columns), np.bool_)
-        mask[: len(self._first_held_out)] = self._first_held_out
-        return mask
-
-    @property
     def whole(self) -> bool:
         return self.samples.complete
 
-    def of(self, epoch: int) -> Plan:
+    def of(self, epoch: int) -> Plan | WindowedPlan:
         """Waits for all shards, unless it is the first epoch."""
         if epoch == 0:
             if self._first is None or self._first[0] != self.samples.covered:
@@ -262,7 +258,7 @@ class GrowingPlans:
             self._fixed[epoch] = self.settings.plan(self.samples.columns, epoch, self.held_out)
         return self._fixed[epoch]
 
-    def _sequence(self) -> Plan:
+    def _sequence(self) -> Plan | WindowedPlan:
         columns, settings = self.samples.columns, self.settings
         if self.whole:
             return replace(settings, order="sequence", weights={}).plan(columns, 0, self.held_out)

@@ -10,11 +10,12 @@ own shuffles use them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from math import floor, isfinite
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +33,13 @@ Order = Literal["shuffle", "blocks", "sequence"]
 
 MAX_GLOBAL_BATCH = 65_536
 
+CHUNK = 2**20
+"""Samples that are looked at together, where a plan does not hold one value for each."""
+
 _NAMED_SHAPES = 8
 
 # What chance is used for: each use has numbers of its own.
-DRAWS, BATCHES, VARIANTS, PASSES, BLOCKS = range(5)
+DRAWS, BATCHES, VARIANTS, PASSES, BLOCKS, COPIES = range(6)
 
 
 @dataclass(frozen=True)
@@ -87,85 +91,9 @@ class Plan(Sequence[PlannedBatch]):
         weights = (len(positions) / real,) * real + (0.0,) * (len(positions) - real)
         return PlannedBatch(tuple(positions), weights)
 
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """Everything except the samples that decides an epoch's batches.
-
-    Attributes:
-        global_batch_size: samples per batch over all processes.
-        seed: decides every epoch's order.
-        tail, order, block_size, similar_lengths: see `plan_epoch`.
-        weights: how often an epoch draws each row of a source, by the source's name; once without.
-        validation_rows: number of rows kept out, see `held_out`.
-    """
-
-    global_batch_size: int
-    seed: int = 0
-    tail: Tail = "pad"
-    order: Order = "shuffle"
-    block_size: int = 16
-    similar_lengths: int = 64
-    weights: Mapping[str, float] = field(default_factory=dict)
-    validation_rows: int = 0
-
-    def __post_init__(self) -> None:
-        choices = {"tail": get_args(Tail), "order": get_args(Order)}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise UsageError(f"no such {name}", expected=" or ".join(allowed), found=getattr(self, name))
-        for name, number in {"batch_size": self.global_batch_size, "block_size": self.block_size}.items():
-            if number < 1:
-                raise UsageError(f"{name} is too small", expected="at least 1", found=number)
-
-    def plan(self, columns: Columns, epoch: int, leave_out: NDArray[np.bool_] | None) -> Plan:
-        """The batches of an epoch; see `plan_epoch`."""
-        return plan_epoch(
-            columns,
-            seed=self.seed,
-            epoch=epoch,
-            global_batch_size=self.global_batch_size,
-            tail=self.tail,
-            order=self.order,
-            block_size=self.block_size,
-            source_weights=[self.weights.get(name, 1.0) for name in columns.source_names],
-            leave_out=leave_out,
-            similar_lengths=self.similar_lengths,
-        )
-
-    def count(self, columns: Columns, epochs: int, leave_out: NDArray[np.bool_] | None) -> int:
-        """How many batches the first `epochs` epochs have: counted, where planning them would take seconds each.
-
-        By source weights, or where a row's variants have other shapes, one epoch may have more than another.
-
-        Raises:
-            UsageError: an epoch has none.
-        """
-        weights = [self.weights.get(name, 1.0) for name in columns.source_names]
-        # Then every epoch draws the same samples, each time in another order.
-        alike = len(starts(columns.numbers)) == len(columns) and all(weight == round(weight) for weight in weights)
-        shapes, total = _shape_numbers(columns), 0
-        for epoch in range(min(epochs, 1) if alike else epochs):
-            drawn, _ = draw(columns, self.seed, epoch, weights, leave_out, shuffled=self.order != "sequence")
-            full, rest = np.divmod(np.bincount(shapes[columns.shapes[drawn]]), self.global_batch_size)
-            batches = int(full.sum()) + (int(np.count_nonzero(rest)) if self.tail == "pad" else 0)
-            if not batches:
-                raise _no_batches(columns, drawn, self.global_batch_size)
-            total += batches
-        return total * epochs if alike else total
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The settings as a saved position names them."""
-        return {
-            "seed": self.seed,
-            "global_batch_size": self.global_batch_size,
-            "tail": self.tail,
-            "order": [self.order, self.block_size, self.similar_lengths],
-            "weights": dict(self.weights),
-            "validation_rows": self.validation_rows,
-            "plan_version": PLAN_VERSION,
-        }
+    def windows(self) -> Iterator[Plan]:
+        """All batches; those of `qie.data.windows.WindowedPlan` come in parts."""
+        yield self
 
 
 def plan_epoch(
@@ -178,7 +106,7 @@ def plan_epoch(
     order: Order = "shuffle",
     block_size: int = 16,
     source_weights: Sequence[float] | None = None,
-    leave_out: NDArray[np.bool_] | None = None,
+    leave_out: NDArray[np.int64] | None = None,
     similar_lengths: int = 64,
 ) -> Plan:
     """The batches of an epoch, each of a single shape.
@@ -194,7 +122,7 @@ def plan_epoch(
             samples and batches within each `block_size` of them in turn, what fills no batch going on to the next; or
             `sequence`: samples by position, a batch when its last sample comes, incomplete ones at the end.
         source_weights: of each source, how often an epoch draws each of its rows; None is once. See `draw`.
-        leave_out: [N] samples that no batch holds. A row with nothing else counts for no weight.
+        leave_out: positions of samples that no batch holds, rising. A row with nothing else counts for no weight.
         similar_lengths: this many batches of a shape are filled by prompt length together, which keeps padding small;
             not in a sequence.
 
@@ -214,9 +142,9 @@ def plan_epoch(
         drawn, windows = drawn[by_window], windows[by_window]
     similar = 1 if order == "sequence" else similar_lengths
     most = 1 if times is None else int(times.max(initial=1))
-    batches, filled, last = _batches(columns, drawn, windows, global_batch_size, tail, similar, most)
+    batches, filled, last = batches_of(columns, drawn, windows, global_batch_size, tail, similar, most)
     if not len(filled):
-        raise _no_batches(columns, drawn, global_batch_size)
+        raise no_batches(columns, drawn_of_shapes(columns, drawn), global_batch_size)
     if order == "sequence":
         when = np.argsort(last, kind="stable")
     else:
@@ -239,19 +167,19 @@ class SequencePrefix:
         self._waiting: Numbers = np.zeros(0, np.int32)
         self._batches = Growing({"positions": self.plan.positions, "filled": self.plan.filled})
 
-    def extend(self, columns: Columns, leave_out: NDArray[np.bool_] | None = None) -> Plan:
+    def extend(self, columns: Columns, leave_out: NDArray[np.int64] | None = None) -> Plan:
         """The same of more samples: those before, and whole rows behind them. Costs what is new.
 
         Args:
             columns, leave_out: of all samples, as for `plan_epoch`.
         """
         start, self._samples = self._samples, len(columns)
-        out = None if leave_out is None else leave_out[start:]
+        out = None if leave_out is None else leave_out[leave_out >= start] - start
         new, _ = draw(columns.since(start), *self._chance, None, out, shuffled=False, rows_before=self._rows)
         self._rows += len(new)
-        drawn = np.concatenate([self._waiting, (new + np.int64(start)).astype(_positions(columns))])
+        drawn = np.concatenate([self._waiting, (new + np.int64(start)).astype(position_type(columns))])
         windows = np.zeros(len(drawn), np.uint8)
-        batches, filled, last = _batches(columns, drawn, windows, self.plan.positions.shape[1], "drop", 1, 1)
+        batches, filled, last = batches_of(columns, drawn, windows, self.plan.positions.shape[1], "drop", 1, 1)
         waiting = np.ones(len(drawn), np.bool_)
         waiting[batches] = False
         self._waiting, when = drawn[waiting], np.argsort(last)
@@ -279,7 +207,7 @@ def _windows(blocks: NDArray[np.int32], seed: int, epoch: int, size: int) -> NDA
     return narrow(np.repeat(windows, np.diff(first, append=len(blocks))))
 
 
-def _batches(
+def batches_of(
     columns: Columns, drawn: Numbers, windows: NDArray[Any], size: int, tail: Tail, similar: int, most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
     """Batches of indices into `drawn`, how many of each are real, and the index at which each was complete.
@@ -289,7 +217,7 @@ def _batches(
         similar: stretches of so many batches are sorted by length.
         most: how often a row is drawn at most; stretches are made so short that its draws are in different ones.
     """
-    shapes = _shape_numbers(columns)[columns.shapes[drawn]]
+    shapes = shape_numbers(columns)[columns.shapes[drawn]]
     by_shape = np.argsort(shapes, kind="stable")
     counts = np.bincount(shapes, minlength=len(columns.shape_names))
     rest = counts % size
@@ -314,7 +242,12 @@ def _batches(
     )
 
 
-def _shape_numbers(columns: Columns) -> NDArray[Any]:
+def drawn_of_shapes(columns: Columns, drawn: Numbers) -> NDArray[np.int64]:
+    """How many of some samples each shape has, in the order of `shape_numbers`."""
+    return np.bincount(shape_numbers(columns)[columns.shapes[drawn]], minlength=len(set(columns.shape_names)))
+
+
+def shape_numbers(columns: Columns) -> NDArray[Any]:
     """A number for each of the columns' names of shapes: equal for equal shapes, and rising with them."""
     place = {shape: number for number, shape in enumerate(sorted(set(columns.shape_names)))}
     return narrow(np.array([place[shape] for shape in columns.shape_names], np.int64))
@@ -337,9 +270,10 @@ def _sorted_by_length(
     return full.ravel()[by_length].reshape(full.shape)
 
 
-def _no_batches(columns: Columns, drawn: Numbers, size: int) -> UsageError:
-    counts = np.bincount(columns.shapes[drawn], minlength=len(columns.shape_names)).tolist()
-    found = sorted((-count, shape) for count, shape in zip(counts, columns.shape_names, strict=True) if count)
+def no_batches(columns: Columns, counts: NDArray[np.int64], size: int) -> UsageError:
+    """The error that no shape fills a batch, where so many samples are drawn of each that `shape_numbers` numbers."""
+    shapes = sorted(set(columns.shape_names))
+    found = sorted((-count, shape) for count, shape in zip(counts.tolist(), shapes, strict=True) if count)
     named = [f"{-count} of {shape.in_pixels(columns.latent_scale)}" for count, shape in found[:_NAMED_SHAPES]]
     more = [f"and {len(found) - _NAMED_SHAPES} more shapes"] if len(found) > _NAMED_SHAPES else []
     return UsageError(
@@ -355,7 +289,7 @@ def draw(
     seed: int,
     epoch: int,
     source_weights: Sequence[float] | None,
-    leave_out: NDArray[np.bool_] | None,
+    leave_out: NDArray[np.int64] | None,
     shuffled: bool,
     rows_before: int = 0,
 ) -> tuple[Numbers, NDArray[np.int64] | None]:
@@ -363,8 +297,8 @@ def draw(
 
     With `rows_before`, the samples stand behind those of so many drawn rows, whose random numbers they do not take.
     """
-    kept: Numbers = np.arange(len(columns), dtype=_positions(columns))
-    kept = kept if leave_out is None else kept[~leave_out]
+    kept: Numbers = np.arange(len(columns), dtype=position_type(columns))
+    kept = kept if leave_out is None else np.delete(kept, leave_out)
     first = starts(columns.numbers[kept])
     if source_weights is None:
         times, chosen = None, first
@@ -380,7 +314,7 @@ def draw(
     return kept[chosen + (random * variants >> 32)], times
 
 
-def _positions(columns: Columns) -> Any:
+def position_type(columns: Columns) -> Any:
     """The type of positions of so many samples."""
     return np.int32 if len(columns) < 2**31 else np.int64
 
@@ -399,7 +333,7 @@ def _times(
         weights: by source.
         shuffled: False leaves the rows in order in every pass.
     """
-    exact = [_exact(weight) for weight in weights]
+    exact = [exact_weight(weight) for weight in weights]
     times = np.zeros(len(sources), np.int64)
     numbers, appeared = np.unique(narrow(sources), return_index=True)
     for part, number in enumerate(numbers[np.argsort(appeared)].tolist()):
@@ -416,7 +350,7 @@ def _times(
     return times
 
 
-def _exact(weight: float) -> Fraction:
+def exact_weight(weight: float) -> Fraction:
     """The weight as it was meant: 0.1 is a tenth and 0.3333333333333333 a third, for any number of rows and epochs."""
     exact = Fraction(float(weight)).limit_denominator(10**6) if isfinite(weight) else Fraction(0)
     if exact <= 0:
@@ -428,36 +362,63 @@ def _exact(weight: float) -> Fraction:
     return exact
 
 
-def held_out(
-    keys: NDArray[np.uint8], rows: NDArray[np.integer[Any]], count: int
-) -> tuple[list[int], NDArray[np.bool_]]:
+def held_out(keys: NDArray[np.uint8], columns: Columns, count: int) -> tuple[list[int], NDArray[np.int64]]:
     """Rows to keep out of training: those whose first variant has one of the `count` smallest keys.
 
     A key is a hash, so this is a fair draw; and it is a function of content alone, so the same rows are kept out when
     they are reordered, and rows of equal content (equal first keys) never stand on both sides.
 
     Args:
-        keys: [N, 32] each sample's key, compared as bytes.
-        rows: [N] the sample's row; variants of a row stand together, the first first.
+        keys: [N, 32] the keys of the first N samples, compared as bytes. They are read in parts.
+        columns: these samples, perhaps more.
         count: number of contents.
 
     Returns:
-        Positions of the first variants by (key, position), and [N] which samples belong to these rows.
+        Positions of the first variants by (key, position), and of all samples of these rows, rising.
     """
-    first = starts(rows)
-    heads = _words(keys[first, :8]).ravel()
-    # At least `count` contents lie at or below the count-th smallest head; only they are compared in full.
-    smallest = np.sort(heads)
-    smallest = smallest[starts(smallest)][: max(count, 0)]
-    candidates = np.flatnonzero(heads <= smallest[-1]) if len(smallest) else np.zeros(0, np.int64)
-    words = _words(keys[first[candidates]])
+    smallest, found = np.zeros(0, np.uint64), [np.zeros(0, np.int64)]
+    for start in range(0, len(keys), CHUNK) if count > 0 else ():
+        first = row_starts(columns, start, min(start + CHUNK, len(keys)))
+        heads = _words(keys[first, :8]).ravel()
+        if len(smallest) == count:
+            low = heads <= smallest[-1]
+            first, heads = first[low], heads[low]
+        # At least `count` contents lie at or below the count-th smallest head; only they are compared in full.
+        smallest = np.unique(np.concatenate([smallest, heads]))[:count]
+        found.append(first[heads <= smallest[-1]])
+    candidates = np.concatenate(found)
+    words = _words(keys[candidates])
     by_key = np.lexsort(words.T[::-1])
     words = words[by_key]
     contents = np.cumsum(np.append(True, (words[1:] != words[:-1]).any(axis=1))[: len(words)])
     chosen = candidates[by_key[contents <= count]]
-    mask = np.zeros(len(first), np.bool_)
-    mask[chosen] = True
-    return first[chosen].tolist(), np.repeat(mask, np.diff(first, append=len(rows)))
+    every = [chosen]
+    while len(every[-1]):
+        after = every[-1][every[-1] + 1 < len(keys)] + 1
+        every.append(after[~_begins_row(columns, after)])
+    return chosen.tolist(), np.sort(np.concatenate(every))
+
+
+def row_starts(columns: Columns, start: int, stop: int) -> NDArray[np.int64]:
+    """Positions in a range at which a row begins."""
+    positions = np.arange(start, stop)
+    return positions if columns.single else positions[_begins_row(columns, positions)]
+
+
+def count_rows(columns: Columns) -> int:
+    """How many rows the samples belong to."""
+    edges = [*range(0, len(columns), CHUNK), len(columns)]
+    return sum(len(row_starts(columns, start, stop)) for start, stop in pairwise(edges))
+
+
+def _begins_row(columns: Columns, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether a row begins at each of some positions."""
+    if columns.single:
+        return np.ones(len(positions), np.bool_)
+    other = columns.rows[positions] != columns.rows[np.maximum(positions - 1, 0)]
+    after = np.searchsorted(columns.ends, positions)  # a shard ends here, unless it is the last one's end
+    begins: NDArray[np.bool_] = other | (positions == 0) | (columns.ends[after] == positions)
+    return begins
 
 
 def raw_bits(use: int, seed: int, number: int, count: int, part: int = 0, after: int = 0) -> NDArray[np.uint64]:
@@ -492,9 +453,16 @@ def apart(raw: NDArray[np.uint64], times: NDArray[np.int64] | None) -> NDArray[n
     """Random numbers for draws that keep a row's c draws apart: one in each c-th part of the epoch."""
     if times is None or times.max(initial=1) == 1:
         return raw
-    often = np.repeat(times, times).astype(np.uint64)
-    nth = (np.arange(len(raw)) - np.repeat(np.cumsum(times) - times, times)).astype(np.uint64)
-    return raw // often + nth * (np.uint64(2**64 - 1) // often)
+    nth = np.arange(len(raw)) - np.repeat(np.cumsum(times) - times, times)
+    return spread_apart(raw, nth, np.repeat(times, times))
+
+
+def spread_apart(raw: NDArray[np.uint64], nth: NDArray[Any], often: NDArray[Any]) -> NDArray[np.uint64]:
+    """Random numbers in the n-th of so many parts of their range, for the n-th of so many draws, counted from 0."""
+    if often.max(initial=1) == 1:
+        return raw
+    parts: NDArray[np.uint64] = often.astype(np.uint64)
+    return raw // parts + nth.astype(np.uint64) * (np.uint64(2**64 - 1) // parts)
 
 
 def starts(numbers: NDArray[np.integer[Any]]) -> NDArray[np.int64]:

@@ -21,7 +21,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from qie.data.batch import collate
 from qie.data.kept_samples import KeptSamples
-from qie.data.plan import Plan, PlannedBatch, PlanSettings, held_out
+from qie.data.plan import CHUNK, Plan, PlannedBatch, count_rows, held_out
+from qie.data.plan_settings import PlanSettings
+from qie.data.windows import WindowedPlan
 from qie.errors import UsageError
 from qie.recipe import Recipe
 from qie.shards.index import Skipped
@@ -80,14 +82,14 @@ class Plans(Protocol):
         """Everything that decides the batches: a saved position is valid for plans of equal identity."""
 
     @property
-    def held_out(self) -> NDArray[np.bool_]:
-        """[N]: the samples that no plan holds."""
+    def held_out(self) -> NDArray[np.int64]:
+        """Positions of the samples that no plan holds, rising."""
 
     @property
     def validation(self) -> Sequence[int]:
         """Positions of the validation samples, one for each row that is held out."""
 
-    def of(self, epoch: int) -> Plan:
+    def of(self, epoch: int) -> Plan | WindowedPlan:
         """The plan of an epoch: its first batches, if it is not whole yet."""
 
     @property
@@ -121,16 +123,16 @@ class FixedPlans:
                     expected=f"one of {', '.join(map(repr, columns.source_names))}",
                     hint="name the sources as they were named when the shards were written",
                 )
-        self.validation, self.held_out = held_out(digests, columns.numbers, settings.validation_rows)
-        _hold_out_equals(self.held_out, digests)
-        if len(columns) and self.held_out.all():
+        self.validation, rows = held_out(digests, columns, settings.validation_rows)
+        self.held_out = _with_equals(rows, digests)
+        if 0 < len(columns) == len(self.held_out):
             raise UsageError(
                 "validation.rows leaves nothing to train on",
-                expected=f"fewer than {len(np.unique(columns.numbers))} rows",
+                expected=f"fewer than {count_rows(columns)} rows",
                 found=settings.validation_rows,
             )
         self._columns = columns
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, Plan | WindowedPlan] = {}
         self.of(0)
 
     @property
@@ -144,9 +146,9 @@ class FixedPlans:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Hashed once: of many samples, to hash their keys takes longer than to read a batch."""
-        return self.settings.identity | {"samples": self.samples.digest[:16]}
+        return self.settings.identity(len(self.samples.columns)) | {"samples": self.samples.digest[:16]}
 
-    def of(self, epoch: int) -> Plan:
+    def of(self, epoch: int) -> Plan | WindowedPlan:
         """Two are kept: at an epoch's end, batches of the next one are on their way."""
         if epoch not in self._plans:
             while len(self._plans) > 1:
@@ -226,13 +228,13 @@ class Stream(IterableDataset[Batch]):
         return cls(samples, plans, rank, world_size, prefetch, threads, accepted=accepted, kept=kept)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | WindowedPlan:
         """All batches of the current epoch, of all processes."""
         return self.plans.of(self.epoch)
 
     @property
-    def held_out(self) -> NDArray[np.bool_]:
-        """[N]: the samples that no batch of training holds."""
+    def held_out(self) -> NDArray[np.int64]:
+        """Positions of the samples that no batch of training holds, rising."""
         return self.plans.held_out
 
     def __len__(self) -> int:
@@ -370,11 +372,17 @@ def short_hash(digests: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(digests).data).hexdigest()[:16]
 
 
-def _hold_out_equals(mask: np.ndarray, digests: np.ndarray) -> None:
-    """Keep out, too, what equals a sample that is kept out: a variant of a row of other content may."""
-    kept_out = {bytes(digest) for digest in digests[mask]}
-    if kept_out:
-        heads = np.ascontiguousarray(digests[:, :8]).view(np.uint64).ravel()
+def _with_equals(positions: NDArray[np.int64], digests: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """With the samples that are kept out, what equals one of them: a variant of a row of other content may."""
+    kept_out = {bytes(digest) for digest in digests[positions]}
+    heads, found = _heads(digests[positions]), [positions]
+    for start in range(0, len(digests), CHUNK) if kept_out else ():
         # "sort": the other way takes the difference of the largest and the smallest, which NumPy 2.0 lets overflow.
-        for position in np.flatnonzero(np.isin(heads, heads[mask], kind="sort") & ~mask):
-            mask[position] = bytes(digests[position]) in kept_out
+        alike = start + np.flatnonzero(np.isin(_heads(digests[start : start + CHUNK]), heads, kind="sort"))
+        found.append(alike[[bytes(digests[position]) in kept_out for position in alike.tolist()]])
+    return np.unique(np.concatenate(found))
+
+
+def _heads(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """The first eight bytes of each."""
+    return np.ascontiguousarray(digests[:, :8]).view(np.uint64).ravel()

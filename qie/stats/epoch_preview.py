@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from qie.data.plan import Tail, plan_epoch, require_batch_size
+from qie.data.plan import Tail, count_rows, require_batch_size
+from qie.data.plan_settings import PlanSettings
 from qie.errors import UsageError
 from qie.shards.sample_table import Table
 from qie.shards.shard_set import ShardSet, open_shards
@@ -71,15 +72,19 @@ def preview_epoch(indexes: Sequence[File], *, batch_size: int, world: int, seed:
 
 def _planned(table: Table, tail: Tail, batch_size: int, world: int, seed: int) -> EpochPlan:
     size, columns = batch_size * world, table.columns
-    samples = len(np.unique(columns.numbers))
+    samples = count_rows(columns)
     try:
-        plan = plan_epoch(columns, seed=seed, epoch=0, global_batch_size=size, tail=tail)
+        plan = PlanSettings(size, seed, tail).plan(columns, 0, np.zeros(0, np.int64))
     except UsageError:  # no shape fills a batch, and what is left over is dropped
         return EpochPlan(tail, samples, 0, 0, samples, 0, 0, 0.0, 0)
-    real = int(plan.filled.sum())
-    lengths = table.tokens[plan.positions].astype(np.int64).reshape(-1, batch_size)
-    padded = int(lengths.max(axis=1).sum()) * batch_size
-    step_bytes = table.sizes[plan.positions].sum(axis=1)
+    real = padded = tokens = read = largest = 0
+    for part in plan.windows():
+        lengths = table.tokens[part.positions].astype(np.int64).reshape(-1, batch_size)
+        padded += int(lengths.max(axis=1, initial=0).sum()) * batch_size
+        tokens += int(lengths.sum())
+        real += int(part.filled.sum())
+        step_bytes = table.sizes[part.positions].sum(axis=1)
+        read, largest = read + int(step_bytes.sum()), max(largest, int(step_bytes.max(initial=0)))
     return EpochPlan(
         tail=tail,
         samples=samples,
@@ -87,7 +92,7 @@ def _planned(table: Table, tail: Tail, batch_size: int, world: int, seed: int) -
         fillers=len(plan) * size - real,
         dropped=samples - real,
         tokens=padded,
-        padding_tokens=padded - int(lengths.sum()),
-        bytes_per_step=float(step_bytes.mean()),
-        largest_step_bytes=int(step_bytes.max()),
+        padding_tokens=padded - tokens,
+        bytes_per_step=read / len(plan),
+        largest_step_bytes=largest,
     )

@@ -174,7 +174,7 @@ def forecast(
     batches, steps, samples = config.train.gradient_accumulation_steps, config.train.max_steps, None
     mean = setup
     if stream is not None:
-        samples = len(stream.samples.columns) - int(stream.held_out.sum())
+        samples = len(stream.samples.columns) - len(stream.held_out)
         image, target, text, controls = _mean(stream, pretrained.family.patch)
         mean = replace(setup, image_tokens=image, text_tokens=text, target_tokens=target, controls=controls)
         if config.train.epochs is not None:

@@ -13,7 +13,7 @@ import torch
 from qie.data.follow import GrowingPlans, GrowingSamples
 from qie.data.kept_samples import Keep
 from qie.data.opening import open_stream
-from qie.data.plan import PlanSettings
+from qie.data.plan_settings import PlanSettings
 from qie.data.stream import Stream
 from qie.data.variants import Variants
 from qie.errors import QieError, UsageError

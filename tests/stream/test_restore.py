@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+import qie.data.plan_settings
+import qie.data.windows
 from qie.data.kept_samples import Keep
 from qie.data.opening import open_stream
 from qie.data.plan import PLAN_VERSION
@@ -57,6 +59,23 @@ def test_at_every_position_of_two_epochs(shards: Path, settings: dict[str, Any])
     run = assert_restores_everywhere(opener(shards, **settings))
 
     assert len({keys for keys, *_ in run}) >= (len(run) // 3 if settings.get("order") == "sequence" else len(run) // 2)
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[name] for name in ("pad", "blocks", "rows kept out")])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_at_every_position_of_plans_in_windows(
+    shards: Path, settings: dict[str, Any], world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At their edges, too; and a state of an order that was made at once is refused."""
+    before = opener(shards, **settings)().state_dict()
+    monkeypatch.setattr(qie.data.plan_settings, "AT_ONCE", 0)
+    monkeypatch.setattr(qie.data.windows, "WINDOW", 8)
+    rank = {"batch_size": 4 // world_size, "rank": world_size - 1, "world_size": world_size}
+    assert_restores_everywhere(opener(shards, **settings, **rank))
+
+    assert len(list(opener(shards, **settings)().plan.windows())) > 2
+    with pytest.raises(UsageError, match="another stream: plan_version changed"):
+        opener(shards, **settings)().load_state_dict(before)
 
 
 def test_at_every_position_of_rows_with_any_number_of_controls_or_none(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def stream_of(*samples: tuple[int, int, int], held_out: int = 0) -> SimpleNamesp
     shapes = [SimpleNamespace(target=(2, 2 * target), controls=[(2, 2 * one)]) for target, one, _ in samples]
     numbers = np.arange(len(samples))
     columns = Columns(numbers, tuple(shapes), numbers, np.array([text for *_, text in samples]), numbers, numbers + 1)
-    return SimpleNamespace(samples=SimpleNamespace(columns=columns), held_out=numbers < held_out)
+    return SimpleNamespace(samples=SimpleNamespace(columns=columns), held_out=numbers[:held_out])
 
 
 def tokens_of(setup: Setup) -> tuple[int, int | None, int]:

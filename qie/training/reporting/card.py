@@ -111,7 +111,7 @@ class Reporter:
         self._config, self._pretrained, self._stream = config, pretrained, stream
         self._devices: Sequence[str] = gather_object([_device_name(accelerator.device)])
         digests = stream.samples.digests
-        trained = digests[~stream.held_out] if accelerator.is_main_process else digests[:0]
+        trained = np.delete(digests, stream.held_out, axis=0) if accelerator.is_main_process else digests[:0]
         self._samples, self._digest = len(trained), data_digest(trained)
         self._output_dir = Path(config.train.output_dir)
         self._started = _started(self._output_dir) if resumed else _now()
