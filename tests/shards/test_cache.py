@@ -332,7 +332,7 @@ def test_a_copy_that_was_damaged_on_the_disk_is_noticed_and_fetched_once_more(
 def test_a_record_that_is_damaged_in_the_store_too_is_refused_after_one_more_fetch(web: Web, root: Path) -> None:
     """The tar's own hash holds: whoever made the index hashed a record that was not the one in the tar."""
     index = web.folder / f"{STEMS[0]}.json"
-    rewrite_index(index, lambda values: next(iter(values["files"].values())).update(sha256="0" * 64), own_hash=True)
+    rewrite_index(index, lambda values: next(iter(values["files"].values())).update(xxh3_128="1" * 32), own_hash=True)
     shards = web.open(ShardCache(root, BIG))
 
     with pytest.raises(ShardError, match="a record is damaged") as error:
