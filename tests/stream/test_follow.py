@@ -223,9 +223,9 @@ def test_what_was_checked_is_not_checked_again_when_more_shards_came(
     write(tmp_path, (8, 16))
     assert samples.grow() and len(samples.digests) == 15
 
-    monkeypatch.setattr("qie.shards.shard_set.hashlib", None)
+    monkeypatch.setattr("qie.shards.shard_set.missed", None)
     samples.fetch(0)
-    with pytest.raises(AttributeError, match="sha256"):
+    with pytest.raises(TypeError, match="NoneType"):
         samples.fetch(1)
 
 
