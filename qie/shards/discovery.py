@@ -5,6 +5,7 @@ Nothing here runs a program: a `pipe:` URL is refused, whatever it says.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
@@ -66,7 +67,21 @@ def find_indexes(places: str | Path | Iterable[str | Path], *, or_none: bool = F
                 hint="correct the path, or write shards with qie-precompute",
             )
         indexes += [index for name in names for index in found[name]]
-    return list({str(index.path.resolve() if index.path else index): index for index in indexes}.values())
+    roots: dict[Path, str] = {}
+    return list({_identity(index, roots): index for index in indexes}.values())
+
+
+def _identity(index: File, roots: dict[Path, str]) -> tuple[str, str]:
+    """Equal for files that are the same, by whatever links. Folders that were followed are noted in `roots`."""
+    folder = index.folder
+    if not isinstance(folder, LocalFolder):
+        return folder.url, index.name
+    if os.path.islink(f"{folder.root}/{index.name}"):  # noqa: PTH114 - a million Path objects take long
+        path = folder.path(index.name).resolve()
+        return str(path.parent), path.name
+    if folder.root not in roots:
+        roots[folder.root] = str(folder.root.resolve())
+    return roots[folder.root], index.name
 
 
 def indexes_in(folder: Folder | str | Path) -> list[File]:

@@ -315,9 +315,8 @@ def compact_folder(
     # A listing of a store has all stamps; a disk is asked for each: those of two million files take half a gigabyte.
     stamps = None if folder.path(COMPACT_NAME) else folder.stamps()
     names = index_names(folder.names() if stamps is None else stamps)
-    files = [File(folder, name) for name in names]
-    _require_apart(files)
-    begin(0, len(files))
+    _require_apart(folder, names)
+    begin(0, len(names))
 
     def looked_at(file: File) -> tuple[CompactShard, Table, Recipe] | None:
         stamp = folder.stamp(file.name) if stamps is None else stamps.get(file.name)
@@ -327,7 +326,7 @@ def compact_folder(
         return CompactShard.of(file.stem, shard.index, stamp), Table.of(shard.index, shard.file), shard.index.recipe
 
     stage = Stage("index", looked_at, workers=1 if stamps is None else READ_AT_ONCE)
-    found = (one for one in Pipeline(stage).run(files) if one is not None)
+    found = (one for one in Pipeline(stage).run(File(folder, name) for name in names) if one is not None)
     first = next(found, None)
     if first is None:
         raise ShardError("no shards found", where=folder)
@@ -344,10 +343,11 @@ def compact_folder(
         return write_compact(folder, recipe, parts())
 
 
-def _require_apart(files: Sequence[File]) -> None:
-    rows = np.fromiter((row for file in files for row in rows_of(file)), np.int64, 2 * len(files)).reshape(-1, 2)
+def _require_apart(folder: Folder, names: Sequence[str]) -> None:
+    rows = np.fromiter((row for name in names for row in rows_of(File(folder, name))), np.int64).reshape(-1, 2)
     if pair := overlapping(rows):
-        require_disjoint([(files[number], (int(rows[number, 0]), int(rows[number, 1]))) for number in pair])
+        shards = [(File(folder, names[number]), (int(rows[number, 0]), int(rows[number, 1]))) for number in pair]
+        require_disjoint(shards)
 
 
 def _require_parts_disjoint(parts: Iterable[OpenShards]) -> None:
