@@ -6,6 +6,7 @@ Each function imports its own libraries: a training run on shards loads no encod
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,7 @@ def precompute_config(
     shard_size: int = 64,
     settings: Settings,
     progress: Callable[[Report], object],
+    say: Callable[[str], object] = warnings.warn,
 ) -> Report:
     """Precompute rows of a configuration's source in this process, in workers, or on a Ray cluster.
 
@@ -105,18 +107,22 @@ def precompute_config(
         source, output, rows, shard_size, settings, progress: see `qie.precompute.precompute`.
         engine: this machine, or a Ray cluster.
         devices: those of local workers, see `worker_configs`; None for this process.
+        say: told what a Ray cluster is waited for, and which of its nodes died.
     """
     from qie.precompute import precompute
 
     if engine == "ray":
-        from qie.precompute.ray import gpus_of, precompute_on_ray
+        from qie.precompute.ray import precompute_on_ray
 
-        opener, gpus = (
-            partial(open_worker, config),
-            gpus_of(config.cache.vae_encoder_device, config.cache.text_encoder_device),
-        )
         return precompute_on_ray(
-            opener, output, gpus=gpus, rows=rows, shard_size=shard_size, settings=settings, progress=progress
+            partial(open_worker, config),
+            output,
+            rows=rows,
+            devices=(config.cache.vae_encoder_device, config.cache.text_encoder_device),
+            shard_size=shard_size,
+            settings=settings,
+            progress=progress,
+            say=say,
         )
     workers = worker_configs(config, devices) if devices else []
     if not workers:

@@ -31,7 +31,7 @@ from qie.config.schema import DataConfig
 from qie.encode.images import MAX_RATIO
 from qie.families import FAMILIES
 from qie.image_formats import IMAGE_FORMATS
-from qie.precompute.ray import RETRIES, TASKS_PER_SLOT
+from qie.precompute.ray import MOST_ASKED, REMIND_S, RETRIES, SHARDS_PER_PLACE
 from qie.shards.compact_index import OF_SHARDS, TEXTS
 from qie.shards.record import encode
 from qie.shards.sample_table import COLUMNS
@@ -200,8 +200,9 @@ def test_the_page_of_training_names_what_a_line_of_metrics_has() -> None:
 
 NUMBERS = {5: "five", 8: "eight", 16: "sixteen"}
 SENTENCES = [
-    ("guides/ray.md", f"{NUMBERS[TASKS_PER_SLOT]} for each place where one can run"),
-    ("guides/ray.md", f"is tried again, {NUMBERS[RETRIES]} times"),
+    ("guides/ray.md", f"for every {NUMBERS[SHARDS_PER_PLACE]} shards that wait, {MOST_ASKED} at a time"),
+    ("guides/ray.md", f"is dealt again, {NUMBERS[RETRIES]} times"),
+    ("guides/ray.md", f"again every {REMIND_S:g} s"),
     ("guides/s3.md", f"up to {RETRY_S:g} s (`QIE_STORE_RETRY_S`); a store that is silent for {REQUEST_S:g} s"),
     ("guides/s3.md", f"shuffled within {NUMBERS[DataConfig().block_size]} of them"),
     ("commands.md", f"`QIE_STORE_TIMEOUT_S` ({REQUEST_S:g}), `QIE_STORE_RETRY_S` ({RETRY_S:g})"),

@@ -111,7 +111,7 @@ def main(
         _finish(found.skipped)
     with Progress("encoding", wanted[1] - wanted[0], "rows", quiet=quiet) as progress, JsonLog(log_path) as log:
         run = partial(precompute_config, config, rows, folder, settings=settings, rows=wanted, devices=devices)
-        run = partial(run, engine=options["engine"], shard_size=options["shard_size"])
+        run = partial(run, engine=options["engine"], shard_size=options["shard_size"], say=progress.say)
         report = _followed(run, wanted[1] - wanted[0], progress, log)
     _print(report, folder)
     _finish(report.skipped)

@@ -142,7 +142,14 @@ class Waiting:
     shards: int
 
 
-Work = Group | Kept | Waiting
+@dataclass(frozen=True)
+class Finished:
+    """Every row of a shard that the run was given has been counted."""
+
+    shard: Range
+
+
+Work = Group | Kept | Waiting | Finished
 
 
 class Engine:
@@ -153,6 +160,8 @@ class Engine:
         output: where the shards go.
         settings: see `Settings`.
         progress: called with the report after each group of rows.
+        finished: called with each shard of `run` when the report holds all its rows, maybe never with one that another
+            run was writing in parts.
     """
 
     def __init__(
@@ -162,9 +171,10 @@ class Engine:
         output: Folder,
         settings: Settings,
         progress: OnReport = lambda report: None,
+        finished: Callable[[Range], object] = lambda shard: None,
     ) -> None:
         self.source, self.encoder, self.output, self.settings = source, encoder, output, settings
-        self._recipe, self._progress = encoder.recipe, progress
+        self._recipe, self._progress, self._finished = encoder.recipe, progress, finished
         self._records = Records(output, settings.reuse, search_output=not settings.trust_published)
         self._writers: set[ShardWriter] = set()
 
@@ -181,6 +191,9 @@ class Engine:
             with ExitStack() as stack:
                 pool = stack.enter_context(ThreadPoolExecutor(READERS, thread_name_prefix="qie-compare"))
                 for done in stack.enter_context(closing(pipeline.run(self._iter_work(shards, pool)))):
+                    if isinstance(done, Finished):
+                        self._finished(done.shard)
+                        continue
                     _count(report, done)
                     report.loads, report.seconds = dict(pipeline.loads), time.monotonic() - started
                     self._progress(report)
@@ -215,7 +228,10 @@ class Engine:
         while True:
             busy: list[Range] = []
             for first, last in shards:
+                before = len(busy)
                 yield from self._iter_shard(first, last, pool, busy)
+                if len(busy) == before:
+                    yield Finished((first, last))
             if not busy:
                 return
             yield Waiting(len(busy))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,29 +109,66 @@ class Refusing(StubEncoder):
         return super().encode(row)
 
 
-def slow(count: int) -> tuple[StubSource, StubEncoder]:
-    """Takes 0.05 s for a row."""
-    return StubSource.of(count), Slow()
-
-
-def first_waiting(count: int, opened: str) -> tuple[StubSource, StubEncoder]:
-    """Appends its process to the file `opened`. The first that does waits at row 4, for a minute, for its end."""
-    with Path(opened).open("a") as file:
+def elastic(count: int, folder: str) -> tuple[StubSource, StubEncoder]:
+    """Two workers of equal speed. Appends its node to `opened`. The first waits at row 42 until the second is there;
+    then none gets more than four rows ahead of the other; together they wait after a hundred until there is a file
+    `told`."""
+    with (Path(folder) / "opened").open("a") as file:
         first = file.tell() == 0
-        file.write(f"{os.getpid()}\n")
-    return rows(count), Waiting() if first else StubEncoder()
+        file.write("first\n" if first else "late\n")
+    if not first:
+        (Path(folder) / "late").touch()
+    return rows(count), Elastic(Path(folder), first)
+
+
+class Elastic(StubEncoder):
+    def __init__(self, folder: Path, first: bool) -> None:
+        super().__init__()
+        self.folder, self.first = folder, first
+        self.mine, self.other = (folder / name for name in (("first", "late") if first else ("late", "first")))
+
+    def encode(self, row: Row) -> Sample:
+        if self.first and row.index == 42:
+            until((self.folder / "late").exists)
+        if (self.folder / "late").exists():
+            until(self.may_go_on)
+            with self.mine.open("a") as file:
+                file.write(".")
+        return super().encode(row)
+
+    def may_go_on(self) -> bool:
+        if (self.folder / "told").exists():
+            return True
+        mine, others = size(self.mine), size(self.other)
+        return mine - others < 4 and mine + others < 100
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def until(holds: Callable[[], bool], most_s: float = 120) -> None:
+    """Wait until something in another process has happened."""
+    for _ in range(int(most_s * 100)):
+        if holds():
+            return
+        threading.Event().wait(0.01)
+    raise RuntimeError(f"nothing happened in {most_s} s")
+
+
+def waiting_at(count: int, row: int) -> tuple[StubSource, StubEncoder]:
+    """From `row` on, waits until it is killed."""
+    return rows(count), Waiting(row)
 
 
 class Waiting(StubEncoder):
-    def encode(self, row: Row) -> Sample:
-        if row.index == 4:
-            threading.Event().wait(60)
-        return super().encode(row)
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        self.row = row
 
-
-class Slow(StubEncoder):
     def encode(self, row: Row) -> Sample:
-        threading.Event().wait(0.05)
+        if row.index >= self.row:
+            until(lambda: False)
         return super().encode(row)
 
 

@@ -1,10 +1,11 @@
-"""On a Ray cluster of two nodes: what one process writes, although workers and a node die. In a process of its own, for
-Ray leaves traces."""
+"""On a Ray cluster of three raylets, two of them with a GPU that is none: what one process writes, whatever dies. In
+processes of their own, for Ray leaves traces."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,90 +13,154 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from qie.errors import UsageError
-from qie.precompute import precompute
-from qie.precompute.ray import require_a_slot, slots_of
+from qie.precompute import Report, precompute
+from qie.precompute.ray import _Hand, _Workers, gpus_of, places_of, require_a_place
+from qie.stages import Load
 from tests.conftest import ROOT
 from tests.precompute import openers
 from tests.stubs import StubEncoder
 
 pytest.importorskip("ray")
 
-ROWS, SHARD_SIZE, TIMEOUT_S = 60, 4, 300
+ROWS, SHARD_SIZE, TIMEOUT_S = 240, 4, 300
 
-# Prints a line of JSON for each scenario. All on one cluster, for to start one takes longer than all of them.
-SCRIPT = """
-import json, logging, sys, time, warnings
+# A run that is ended from outside.
+DRIVER = """
+import sys
 from functools import partial
-from pathlib import Path
-import ray
-from ray.cluster_utils import Cluster
-from qie.precompute import Settings
-from qie.precompute.ray import gpus_of, precompute_on_ray
+from qie.cli.common import explained
+from qie.precompute.ray import precompute_on_ray
 from qie.stores import open_folder
 from tests.precompute import openers
 
-work, session = Path(sys.argv[1]), sys.argv[2]
+@explained
+def main():
+    precompute_on_ray(partial(openers.waiting_at, ROWS, int(sys.argv[2])), open_folder(sys.argv[1]), rows=(0, ROWS),
+                      devices=("cuda:0", "auto"), shard_size=SHARD_SIZE)
+
+main()
+""".replace("ROWS", str(ROWS)).replace("SHARD_SIZE", str(SHARD_SIZE))
+
+# Prints a line of JSON for each scenario. All on one cluster, for to start one takes longer than all of them.
+SCRIPT = """
+import json, os, signal, subprocess, sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+import qie.precompute.ray
+from qie.precompute import Settings
+from qie.precompute.ray import precompute_on_ray
+from qie.stores import open_folder
+from tests.precompute import openers
+
+qie.precompute.ray.REMIND_S, qie.precompute.ray.LOOK_S, qie.precompute.ray.REPORT_EVERY_S = 0, 0.2, 0.1
+work, session, driver = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+# Refused five times, a node is dead; a slow one has as long as ever.
 head = dict(num_cpus=0, num_gpus=0, include_dashboard=False, temp_dir=session,
-            _system_config={"health_check_period_ms": 1000})  # dead after five refused; a slow one has as long as ever
+            _system_config={"health_check_period_ms": 500, "health_check_initial_delay_ms": 500})
 cluster = Cluster(initialize_head=True, head_node_args=head)
-for _ in range(2):
-    cluster.add_node(num_cpus=1, num_gpus=0)
-cluster.wait_for_nodes()
-ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+os.environ["RAY_ADDRESS"] = cluster.address
 
 def say(name, **values):
     print(json.dumps({"name": name} | values), flush=True)
 
-def run(name, opener, gpus=0, rows=ROWS, follow=lambda rows: None, **settings):
-    seen, started, warned = [], time.monotonic(), []
-    warnings.showwarning = lambda message, *_: warned.append(str(message))
+# Nodes come and go in the main thread only, for Ray handles signals.
+calls = SimpleQueue()
+
+def node_call(work, **arguments):
+    done = Future()
+    calls.put((work, arguments, done))
+    return done.result()
+
+def run(*arguments, **named):
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(encode, *arguments, **named)
+        ended.add_done_callback(lambda _: calls.put(None))
+        while call := calls.get():
+            work, arguments, done = call
+            done.set_result(work(**arguments))
+        ended.result()
+
+def encode(name, opener, folder=None, follow=lambda rows: None, hear=lambda line: None, **settings):
+    seen, said = [], []
 
     def progress(report):
         seen.append(report.rows)
         follow(report.rows)
 
+    def tell(line):
+        said.append(line)
+        hear(line)
+
     try:
         report = precompute_on_ray(
-            opener, open_folder(work / name), rows=(0, rows), gpus=gpus, shard_size=SHARD_SIZE,
-            settings=Settings(**settings), progress=progress,
+            opener, open_folder(work / (folder or name)), rows=(0, ROWS), devices=("cuda:0", "cuda:0"),
+            shard_size=SHARD_SIZE, settings=Settings(**settings), progress=progress, say=tell,
         )
     except Exception as error:
-        say(name, error=type(error).__name__, base=[kind.__name__ for kind in type(error).__mro__], text=str(error))
+        say(name, said=said, error=type(error).__name__, text=str(error))
     else:
-        wall = time.monotonic() - started
-        workers = {stage: load.workers for stage, load in report.loads.items()}
         skipped_rows = [gone.row for gone in report.skipped]
-        say(name, seen=seen, wall=wall, workers=workers, skipped_rows=skipped_rows, warned=warned, **report.to_dict())
+        say(name, seen=seen, said=said, skipped_rows=skipped_rows, **report.to_dict())
 
-run("plain", partial(openers.plain, ROWS))
-run("plain", partial(openers.plain, ROWS))
-run("dying", partial(openers.dying, ROWS, 30, str(work / "once"), str(work / "notes")))
-run("refusing", partial(openers.refusing, ROWS, 33), on_error="stop")
-run("gpus", partial(openers.plain, ROWS), gpus=1)
-run("slow", partial(openers.slow, 32), rows=32)
-say("counts", found=[gpus_of("auto", "auto"), gpus_of("cpu", "cpu"), gpus_of("cuda:0", "cuda:0"),
-                     gpus_of("cuda:0", "cuda:1"), gpus_of("cpu", "cuda:0")])
+# From no GPU to one and two, of which the first dies.
+notes, nodes = work / "notes", []
+notes.mkdir()
 
-nodes = [cluster.add_node(num_cpus=1, num_gpus=1)]
+def demands():
+    asked = get_cluster_resource_state(GcsClient(cluster.address)).pending_resource_requests
+    return [(dict(one.request.resources_bundle), one.count) for one in asked]
 
-def change(rows):
-    if len(nodes) == 1:
-        nodes.append(cluster.add_node(num_cpus=1, num_gpus=1))
-    elif nodes[0]:  # the other one has done a task
-        cluster.remove_node(nodes[0], allow_graceful=False)
+def hear(line):
+    if line.startswith("waiting"):
+        if hear.waited == 1:
+            openers.until(demands)
+            say("demands", found=demands())
+            nodes.append(node_call(cluster.add_node, num_cpus=1, num_gpus=1))
+            qie.precompute.ray.REMIND_S = 60
+        hear.waited += 1
+    elif "died" in line:
+        (notes / "told").touch()
+hear.waited = 0
+
+def follow(rows):
+    if len(nodes) == 1 and rows >= 42:
+        nodes.append(node_call(cluster.add_node, num_cpus=1, num_gpus=1))
+        say("joined", left=ROWS - rows)
+    if len(nodes) == 2 and nodes[0] and sum(done()) >= 100:
+        say("killing", first=done()[0], late=done()[1])
+        node_call(cluster.remove_node, node=nodes[0], allow_graceful=False)
         nodes[0] = None
 
-run("changing", partial(openers.first_waiting, ROWS, str(work / "opened")), gpus=1, follow=change)
-gone = time.monotonic() + 60  # the head learns of a dead node from its silence
-while (left := sum(node["Alive"] for node in ray.nodes())) > 4 and time.monotonic() < gone:
-    time.sleep(0.1)
-say("left", nodes=left)
+def done():
+    return [openers.size(notes / "first"), openers.size(notes / "late")]
 
-ray.shutdown()
+run("elastic", partial(openers.elastic, ROWS, str(notes)), follow=follow, hear=hear)
+run("again", partial(openers.plain, ROWS), folder="elastic")
+
+# Drivers that are ended.
+def published():
+    return len(list((work / "stopped").glob("*.json")))
+
+cluster.add_node(num_cpus=1, num_gpus=1)
+for row, end in ((30, signal.SIGINT), (62, signal.SIGKILL)):
+    child = subprocess.Popen([sys.executable, "-c", driver, work / "stopped", str(row)], stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True)
+    openers.until(lambda: published() == row // SHARD_SIZE or child.poll() is not None)
+    child.send_signal(end)
+    out, err = child.communicate()
+    say("stopped", code=child.returncode, out=out, err=err, left=published())
+run("going on", partial(openers.dying, ROWS, 150, str(work / "once"), str(work / "encoded")), folder="stopped")
+run("refusing", partial(openers.refusing, ROWS, 33), on_error="stop")
 cluster.shutdown()
 """.replace("ROWS", str(ROWS)).replace("SHARD_SIZE", str(SHARD_SIZE))
 
@@ -130,7 +195,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[
     }
     environment.pop("RAY_ADDRESS", None)
     child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, work, session],
+        [sys.executable, "-c", SCRIPT, work, session, DRIVER],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -166,80 +231,105 @@ def of(told: tuple[Path, list[dict]], name: str) -> list[dict]:
     return [one for one in told[1] if one["name"] == name]
 
 
-def test_tasks_write_the_files_that_one_process_writes(told, whole: dict[str, bytes]) -> None:
-    first, second = of(told, "plain")
-    assert "error" not in first, first
-    assert files(told[0] / "plain") == whole
-    assert (first["rows"], first["encoded"], first["skipped"], first["shards_written"]) == (60, 58, 2, 15)
-    assert first["seen"] == sorted(first["seen"]) and first["seen"][-1] == 60
-    assert first["skipped_rows"] == [7, 20], "in their order"
-    assert (second["encoded"], second["reused"], second["skipped"], second["shards_kept"]) == (0, 58, 2, 15)
+def test_a_run_from_no_gpu_says_what_it_waits_for_and_asks_ray_for_it(told) -> None:
+    (report,), (demands,) = of(told, "elastic"), of(told, "demands")
+    assert "error" not in report, report
+    first, second, died = report["said"]
+    assert first == second, "it says so again"
+    assert "died" in died
+    assert first.startswith(
+        "waiting for a node with 1 GPU and 1 CPU: asked for 7 × (1 GPU and 1 CPU); "
+        "the Ray cluster has 1 × (0 GPUs and 0 CPUs); "
+    )
+    assert demands["found"] == [[{"CPU": 1.0, "GPU": 1.0}, 7]]
 
 
-def test_a_task_whose_worker_was_killed_is_tried_again_and_goes_on_where_it_was(told, whole: dict[str, bytes]) -> None:
-    (report,) = of(told, "dying")
+def test_a_node_that_joins_late_does_a_fifth_of_what_is_left_and_more(told) -> None:
+    (joined,), (killing,) = of(told, "joined"), of(told, "killing")
+    assert killing["late"] >= joined["left"] / 5
+
+
+def test_the_rows_of_a_dead_node_go_on_elsewhere_as_one_line_says(told, whole: dict[str, bytes]) -> None:
+    (report,) = of(told, "elastic")
+    assert files(told[0] / "elastic") == whole
+    assert (report["rows"], report["encoded"] + report["reused"], report["skipped"]) == (ROWS, ROWS - 2, 2)
+    assert report["skipped_rows"] == [7, 20]
+    line = report["said"][-1]
+    assert re.fullmatch(
+        r"node [\d.]+ \([0-9a-f]{8}\) of the Ray cluster died: its rows \d+ to \d+.* go on elsewhere", line
+    )
+
+
+def test_progress_moves_within_a_shard(told) -> None:
+    """The second node is added at row 42, at which the first waits for it."""
+    assert 42 in of(told, "elastic")[0]["seen"]
+
+
+def test_each_worker_opens_its_encoder_once_for_all_its_shards(told) -> None:
+    assert (told[0] / "notes" / "opened").read_text().split() == ["first", "late"]
+
+
+def test_published_shards_are_kept(told) -> None:
+    (report,) = of(told, "again")
+    assert "error" not in report, report
+    assert (report["encoded"], report["reused"], report["skipped"]) == (0, ROWS - 2, 2)
+    assert (report["shards_kept"], report["said"]) == (ROWS // SHARD_SIZE, [])
+
+
+def test_ctrl_c_ends_a_run_with_130_and_a_line(told) -> None:
+    interrupted, _ = of(told, "stopped")
+    assert interrupted["code"] == 130, interrupted
+    assert interrupted["err"] == "interrupted: published shards stay; run the same command again to continue\n"
+    assert (interrupted["out"], interrupted["left"]) == ("", 7)
+
+
+def test_a_run_whose_drivers_and_a_worker_were_killed_goes_on_where_it_was(told, whole: dict[str, bytes]) -> None:
+    (_, killed), (report,) = of(told, "stopped"), of(told, "going on")
+    assert (killed["code"], killed["left"]) == (-signal.SIGKILL, 15)
     assert "error" not in report, report
     assert (told[0] / "once").exists(), "no worker was killed"
-    assert files(told[0] / "dying") == whole
-    assert (report["rows"], report["skipped"]) == (60, 2)
-    assert report["encoded"] + report["reused"] == 58
-    assert report["warned"] == ["a worker of the Ray cluster died: its shards from row 28 to 32 go to another"]
+    assert files(told[0] / "stopped") == whole
+    assert (report["rows"], report["encoded"] + report["reused"], report["skipped"]) == (ROWS, ROWS - 2, 2)
+    (line,) = report["said"]
+    assert re.fullmatch(
+        r"a worker on node [\d.]+ \(\w{8}\) of the Ray cluster died: its rows \d+ to \d+.* go on elsewhere", line
+    )
 
 
-def test_a_node_that_joins_late_gets_work_and_the_tasks_of_one_that_dies(told, whole: dict[str, bytes]) -> None:
-    (report,), (left,) = of(told, "changing"), of(told, "left")
-    assert "error" not in report, report
-    assert left["nodes"] == 4, "the first node with a GPU is still there"
-    assert files(told[0] / "changing") == whole
-    assert (report["rows"], report["encoded"] + report["reused"], report["skipped"]) == (60, 58, 2)
-    assert "a worker of the Ray cluster died: its shards from row 4 to 8 go to another" in report["warned"]
-
-
-def test_each_worker_opens_its_encoder_once_for_all_its_tasks(told) -> None:
-    opened = (told[0] / "opened").read_text().split()
-    assert len(opened) == len(set(opened)) == 2
-
-
-def test_an_error_of_a_task_arrives_as_it_is(told) -> None:
+def test_an_error_of_a_worker_arrives_as_it_is(told) -> None:
     (failure,) = of(told, "refusing")
     assert failure["error"] == "RowError", failure
     assert "row 33 (row33)" in failure["text"] and "it is not wanted" in failure["text"]
-
-
-def test_a_task_that_no_node_can_run_is_an_error_of_usage(told) -> None:
-    (failure,) = of(told, "gpus")
-    assert failure["error"] == "UsageError", failure
-    assert "no node of the Ray cluster has enough GPUs for one task" in failure["text"]
-    assert "1 × (0 GPUs, 0 CPUs), 2 × (0 GPUs, 1 CPUs)" in failure["text"]
-    assert not (told[0] / "gpus").exists()
 
 
 def node(alive: bool = True, **resources: float) -> dict:
     return {"Alive": alive, "Resources": resources}
 
 
-def test_nodes_of_one_gpu_cannot_run_a_task_of_two() -> None:
-    with pytest.raises(UsageError, match="no node of the Ray cluster has enough GPUs") as refused:
-        require_a_slot([node(CPU=1.0, GPU=1.0)] * 2, 2)
-    assert "2 × (1 GPUs, 1 CPUs)" in str(refused.value) and "name one device for both" in str(refused.value)
+def test_a_machine_alone_that_cannot_hold_a_worker_is_an_error_of_usage() -> None:
+    with pytest.raises(UsageError, match="this machine has not enough GPUs") as refused:
+        require_a_place([node(CPU=1.0, GPU=1.0)], 2)
+    assert "2 GPUs and 1 CPU" in str(refused.value) and "1 × (1 GPU and 1 CPU)" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "slots"), [(0, 14), (1, 6), (2, 3)], ids=["on CPUs", "of one GPU", "of two GPUs of one node"]
+    ("gpus", "places"), [(0, 14), (1, 6), (2, 3)], ids=["on CPUs", "of one GPU", "of two GPUs of one node"]
 )
-def test_slots_are_those_of_each_living_node(gpus: int, slots: int) -> None:
+def test_places_are_those_of_each_living_node(gpus: int, places: int) -> None:
     nodes = [node(), node(CPU=8.0, GPU=1.0), node(CPU=2.0, GPU=4.0), node(CPU=4.0, GPU=3.0)]
-    assert slots_of([*nodes, node(alive=False, CPU=8.0, GPU=8.0)], gpus) == slots
+    assert places_of([*nodes, node(alive=False, CPU=8.0, GPU=8.0)], gpus) == places
 
 
-def test_rates_are_of_the_time_that_passed_in_the_slots_of_the_cluster(told) -> None:
-    """Not of the longest task's: several follow each other in each of two slots, in which a sample takes 0.05 s."""
-    (report,) = of(told, "slow")
-    assert 32 * 0.05 / 2 <= report["seconds"] <= report["wall"]
-    assert report["rows_per_s"] == pytest.approx(32 / report["seconds"], rel=0.01)
-    assert report["workers"]["encode"] == 2
-    assert report["stages"]["encode"]["items_per_busy_s"] <= 2 / 0.05 and report["stages"]["encode"]["busy"] <= 1
+def test_a_worker_takes_as_many_gpus_as_its_devices_name() -> None:
+    pairs = [("auto", "auto"), ("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1"), ("cpu", "cuda:0")]
+    assert [gpus_of(pair, [node(CPU=8.0)]) for pair in pairs] == [0, 0, 1, 2, 1]
+    assert [gpus_of(pair, [node(CPU=8.0, GPU=2.0)]) for pair in pairs] == [1, 0, 1, 2, 1]
 
 
-def test_a_task_takes_as_many_gpus_as_its_devices_name(told) -> None:
-    assert of(told, "counts")[0]["found"] == [0, 0, 1, 2, 1]
+def test_the_load_of_a_stage_is_that_of_the_workers_that_were_there_at_once() -> None:
+    """Three workers in two places, for one took the place of another."""
+    workers = _Workers(mock.Mock(), lambda: openers.plain(1), 0, lambda line: None)
+    workers.most, workers._stages = 2, {"encode": 1}
+    workers.hands = [_Hand(None, report=Report(rows=8, loads={"encode": Load(8, 4.0)})) for _ in range(3)]
+    report = workers._report()
+    assert (report.rows, report.loads["encode"]) == (24, Load(24, 12.0, workers=2))
