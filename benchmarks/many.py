@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from samples import RECIPE, made, record_of
 
 from qie.shards.compact_index import CompactShard, write_compact
 from qie.shards.index import Entry, ShardIndex, shard_stem
-from qie.shards.sample_table import COLUMNS, Table
+from qie.shards.sample_table import Table
 from qie.shards.writer import ShardWriter
 from qie.stores import LocalFolder
 from qie.types import Row
@@ -44,6 +43,13 @@ def generate(folder: Path, count: int, indexes: bool) -> int:
     return len(numbers) * SHARD_SIZE
 
 
+def generate_index(folder: Path, count: int) -> int:
+    """Write the compacted index of such shards alone; how many samples it tells of."""
+    folder.mkdir(parents=True)
+    base, _ = _base(folder.parent / f"{folder.name}-base")
+    return write_compact(LocalFolder(folder), RECIPE, compacted(base, -(-count // SHARD_SIZE), lambda stem: stem))[2]
+
+
 def compacted(base: ShardIndex, shards: int, stamp: Callable[[str], str]) -> Iterator[tuple[list[CompactShard], Table]]:
     """What a compacted index says of so many shards like one, a thousand at a time."""
     for start in range(0, shards, 1000):
@@ -53,13 +59,6 @@ def compacted(base: ShardIndex, shards: int, stamp: Callable[[str], str]) -> Ite
             stem = shard_stem(*rows)
             facts.append(CompactShard(stem, base.filesize, base.sha256, stamp(stem), (), rows))
         yield facts, _table(base, len(numbers), start)
-
-
-def bytes_of_a_row() -> int:
-    """What a sample takes in a table, and in a compacted index: by the types of the columns."""
-    with tempfile.TemporaryDirectory() as folder:
-        index, _ = _base(Path(folder))
-        return int(sum(getattr(_table(index, 1, 0), name).nbytes for name in COLUMNS)) // SHARD_SIZE
 
 
 def _base(folder: Path) -> tuple[ShardIndex, Path]:

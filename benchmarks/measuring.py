@@ -182,6 +182,14 @@ def grown_bytes(before: int) -> tuple[int, int]:
     return _status_bytes("VmHWM") - before, _status_bytes("VmRSS") - before
 
 
+def own_bytes() -> tuple[int, int]:
+    """What this process alone holds in memory, without pages of files, which others may map, too; and with its part of
+    the pages that it shares."""
+    lines = (line.split() for line in _lines("/proc/self/smaps_rollup"))
+    found = {words[0]: int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+    return found["Private_Dirty:"], found["Pss:"]
+
+
 def machine() -> dict[str, Any]:
     """What it was measured on, as the system tells it."""
     cpu = next(

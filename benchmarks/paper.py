@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from many import SHARD_SIZE, bytes_of_a_row
+from many import SHARD_SIZE
 from measuring import figure
 from simulation import NODE, fetched
 from work import encoding, prompt_tokens, record_bytes, training
@@ -46,67 +46,39 @@ class Table:
 
 
 def on_paper(curve: Sequence[Mapping[str, Any]], prices: Prices | None = None) -> list[Table]:
-    """All tables; those that extrapolate take the largest point of a measured curve, if there is one."""
-    tables = [measured(curve), memory(curve)] if curve else []
+    """All tables, and a measured curve, if there is one."""
+    tables = [measured(curve)] if curve else []
     return [*tables, network(), shard_sizes(), copies(), costs(prices or Prices())]
 
 
 def measured(curve: Sequence[Mapping[str, Any]]) -> Table:
-    """The curve, and what each sample adds."""
+    """The curve; of the largest point nothing is read."""
     head = (
         "samples",
         "index",
-        "open",
-        "per sample",
+        "open by `--index`",
         "first plan",
-        "per sample",
-        "memory, peak",
-        "kept",
+        "first batch",
+        "memory of its own",
+        "with its part of what two share",
+        "open by folder",
         "read, shuffled",
     )
-    rows = []
-    for point in curve:
-        count = point["samples"]
-        rows.append(
-            (
-                f"{count:,}",
-                _bytes(point["index_bytes"]),
-                f"{figure(point['open_s'])} s",
-                f"{figure(1e6 * point['open_s'] / count)} µs",
-                f"{figure(point['plan_s'])} s",
-                f"{figure(1e6 * point['plan_s'] / count)} µs",
-                _bytes(point["peak_bytes"]),
-                _bytes(point["kept_bytes"]),
-                f"{figure(point['read_per_s'])}/s",
-            )
+    rows = [
+        (
+            f"{point['samples']:,}",
+            _bytes(point["index_bytes"]),
+            _seconds(point["open_s"]),
+            _seconds(point["plan_s"]),
+            _seconds(point["batch_s"]) if "batch_s" in point else "",
+            _bytes(point["own_bytes"]),
+            _bytes(point["shared_bytes"]),
+            _seconds(point["compare_s"]) if "compare_s" in point else "",
+            f"{figure(point['read_per_s'])}/s" if "read_per_s" in point else "",
         )
+        for point in curve
+    ]
     return Table("measured", head, tuple(rows))
-
-
-def memory(curve: Sequence[Mapping[str, Any]]) -> Table:
-    """Of a process, and of a machine, by the number of samples."""
-    last = curve[-1]
-    kept, peak, opened, planned = (
-        last[name] / last["samples"] for name in ("kept_bytes", "peak_bytes", "open_s", "plan_s")
-    )
-    head = ("samples", "shards", "bytes", "index", "memory of a process", "peak", f"{NODE} processes", "open", "plan")
-    rows = []
-    for power in range(4, 10):
-        count = 10**power
-        rows.append(
-            (
-                f"10{_raised(power)}",
-                f"{-(-count // SHARD_SIZE):,}",
-                _bytes(count * record_bytes()),
-                _bytes(count * bytes_of_a_row()),
-                _bytes(count * kept),
-                _bytes(count * peak),
-                _bytes(NODE * count * kept),
-                _seconds(count * opened),
-                _seconds(count * planned),
-            )
-        )
-    return Table("memory", head, tuple(rows))
 
 
 def network() -> Table:
@@ -224,10 +196,6 @@ def _seconds(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{figure(seconds / size)} {unit}"
     return f"{figure(seconds)} s" if seconds >= 1 else f"{figure(1000 * seconds)} ms"
-
-
-def _raised(power: int) -> str:
-    return str(power).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 assert prompt_tokens(1024) == 1399

@@ -166,11 +166,15 @@ def test_a_sample_of_text_alone_takes_at_most_1_9_mb_where_one_with_images_takes
 
 def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaling = script("scaling.py")
-    monkeypatch.setattr(scaling, "opened", scaling.open_once)  # in this process
+    monkeypatch.setattr(scaling, "opened", lambda place, *more: scaling.open_once(place, not more))  # in this process
     point, rows = scaling.measured(tmp_path, 150, scaling.parser().parse_args(["--runs", "2"]))
-    assert point["samples"] == 192 and point["index_bytes"] > 192 * script("many.py").bytes_of_a_row()
-    assert [row.key for row in rows] == ["open 150", "read 150", "own 150"]
-    assert "192" in str(script("paper.py").measured([point]))
+    assert point["samples"] == 192 and point["index_bytes"] > 192 * 64
+    assert [row.key for row in rows] == ["open 150", "compare 150", "read 150", "own 150"]
+    without_shards = scaling.mapped(
+        tmp_path / "mapped", scaling.parser().parse_args(["--runs", "1", "--mapped", "100"])
+    )
+    assert "batch_s" not in without_shards and without_shards["samples"] == 128
+    assert "192" in str(script("paper.py").measured([point, without_shards]))
     assert scaling.followed(tmp_path / "followed", 5).key == "follow 5"
 
 
