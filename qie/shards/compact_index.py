@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from qie.errors import ShardError
 from qie.recipe import Recipe, canonical_json
-from qie.shards.hashes import SHA256_BYTES, XXH3_BYTES
+from qie.shards.hashes import SHA256_BYTES, XXH3_BYTES, xxh3_128
 from qie.shards.index import ShardIndex, Skipped, first_fault, parse_stem, recipe_fields
 from qie.shards.sample_table import COLUMNS, Table, overlapping
 from qie.shards.tensors import is_text_alone
@@ -120,14 +121,16 @@ class Compact:
         recipe: of all shards.
         table: the samples.
         columns: those of the shards, by name.
-        digests: SHA-256 of each column, 64 hex characters, by its name.
+        hashes: XXH3-128 of each column, 32 hex characters, by its name.
+        digest: SHA-256 of the keys, 64 hex characters.
     """
 
     file: File
     recipe: Recipe
     table: Table
     columns: Mapping[str, NDArray[Any]] = field(repr=False)
-    digests: Mapping[str, str] = field(repr=False)
+    hashes: Mapping[str, str] = field(repr=False)
+    digest: str
     _checked: set[str] = field(default_factory=set, repr=False)
 
     def __len__(self) -> int:
@@ -180,8 +183,8 @@ class Compact:
         """Raise ShardError unless columns have the hashes that they had when they were written. Looks at each once."""
         for name in names:
             if name not in self._checked:
-                if hashlib.sha256(_stored(self._column(name))).hexdigest() != self.digests[name]:
-                    raise self._damaged(f"the SHA-256 of {name} does not match")
+                if xxh3_128(_stored(self._column(name))).hex() != self.hashes[name]:
+                    raise self._damaged(f"the XXH3-128 of {name} does not match")
                 self._checked.add(name)
 
     def require_all(self) -> None:
@@ -276,7 +279,8 @@ class _About:
     samples: int
     shape_names: tuple[Shape, ...]
     source_names: tuple[str, ...]
-    sha256: dict[str, str]
+    keys_sha256: str
+    xxh3_128: dict[str, str]
 
 
 _ABOUT = TypeAdapter(_About)
@@ -295,7 +299,7 @@ def _parsed(file: File, content: memoryview) -> Compact:
         raise ValueError(f"version {about['version']}, expected {COMPACT_VERSION}")
     about["recipe"] = recipe_fields(about["recipe"])
     parsed = _ABOUT.validate_python(about)
-    for names in (header.keys() - {"__metadata__"}, parsed.sha256.keys()):
+    for names in (header.keys() - {"__metadata__"}, parsed.xxh3_128.keys()):
         if odd := names ^ _ALL.keys():
             raise ValueError(f"columns are missing or unknown: {', '.join(sorted(odd))}")
     content = content[8 + length :]
@@ -307,7 +311,7 @@ def _parsed(file: File, content: memoryview) -> Compact:
         shape_names=parsed.shape_names,
         source_names=parsed.source_names,
     )
-    compact = Compact(file, parsed.recipe, table, {name: columns[name] for name in _ALL}, parsed.sha256)
+    compact = Compact(file, parsed.recipe, table, columns, parsed.xxh3_128, parsed.keys_sha256)
     _require_shards(compact)
     for shape in parsed.shape_names:
         if (
@@ -391,7 +395,8 @@ def write_compact(
             "samples": samples,
             "shape_names": [vars(shape) for shape in shapes],
             "source_names": list(sources),
-            "sha256": {name: column.digest for name, column in columns.items()},
+            "keys_sha256": columns["keys"].sha256,
+            "xxh3_128": {name: column.xxh3_128 for name, column in columns.items()},
         }
         joined = temporary()
         _join(joined, canonical_json(about), columns)
@@ -440,7 +445,7 @@ class _Growing:
     def __init__(self, file: IO[bytes], name: str) -> None:
         self.file, self.dtype, self.name = file, _ALL[name], name
         self.count, self.last = 0, 0
-        self._hash = hashlib.sha256()
+        self._xxh3_128, self._sha256 = xxhash.xxh3_128(), hashlib.sha256()
         self._first: NDArray[Any] | None = None
         self._alike = name in COLUMNS and name not in WIDE
 
@@ -452,7 +457,9 @@ class _Growing:
         self._alike = self._alike and bool((values == self._first).all())
         self.count += len(values)
         self.last = int(values.ravel()[-1])
-        self._hash.update(values.data)
+        self._xxh3_128.update(values.data)
+        if self.name == "keys":
+            self._sha256.update(values.data)
         self.file.write(values.data)
 
     @property
@@ -464,10 +471,14 @@ class _Growing:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def digest(self) -> str:
+    def xxh3_128(self) -> str:
         if self._alike and self._first is not None:
-            return hashlib.sha256(self._first.data).hexdigest()
-        return self._hash.hexdigest()
+            return xxh3_128(self._first.data).hex()
+        return self._xxh3_128.hexdigest()
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
 
     def copy_to(self, file: IO[bytes]) -> None:
         self.file.flush()

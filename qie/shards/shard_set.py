@@ -171,7 +171,7 @@ class ShardSet:
     def digest(self) -> str:
         """SHA-256 of the keys."""
         if len(self._compacts) == 1 and len(self._compacts[0].table) == len(self):
-            return self._compacts[0].digests["keys"]
+            return self._compacts[0].digest
         return hashlib.sha256(np.ascontiguousarray(self.table.keys).data).hexdigest()
 
     @property

@@ -20,6 +20,7 @@ from qie.data.plan import plan_epoch
 from qie.errors import RecipeMismatchError, ShardError, UsageError
 from qie.shards.compact_index import COMPACT_NAME, OF_SHARDS, WIDE, CompactShard, read_compact, write_compact
 from qie.shards.discovery import indexes_in, published
+from qie.shards.hashes import xxh3_128
 from qie.shards.index import Skipped
 from qie.shards.reader import Shard
 from qie.shards.sample_table import COLUMNS, Table
@@ -381,7 +382,7 @@ def handmade(folder: Path, change: Callable[[Any, dict[str, np.ndarray]], object
     about = json.loads(metadata["qie"][64:])
     about = change(about, columns) or about
     if isinstance(about, dict):
-        about["sha256"] = {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in columns.items()}
+        about["xxh3_128"] = {name: xxh3_128(values.tobytes()).hex() for name, values in columns.items()}
     text = json.dumps(about)
     told = {"qie": hashlib.sha256(text.encode()).hexdigest() + text}
     (folder / COMPACT_NAME).write_bytes(save(columns, told))
