@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import random
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +70,12 @@ def peers(folder: Path, buffer: int) -> dict[str, Pass]:
             for name in names
         }
 
-    found = {
+    return {
         "webdataset": from_webdataset,
         "safetensors files": from_files("safetensors", load_file),
         "torch.load": from_files("pt", lambda file: torch.load(file, weights_only=True)),
         LOOSE: from_files("pt", from_loose),
     }
-    for module, name, write in (("streaming", "MDS", from_mds), ("litdata", "litdata", from_litdata)):
-        if importlib.util.find_spec(module):
-            found[name] = write(folder)
-        else:
-            print(f"{name}: not installed, left out")
-    return found
 
 
 class Files(Dataset[Tensors]):
@@ -108,23 +104,52 @@ def loaders(folder: Path, buffer: int, workers: int) -> dict[str, Callable[[], I
     return {name: loader.__iter__ for name, loader in found.items()}
 
 
+def optional_loaders(folder: Path, workers: int) -> dict[str, Callable[[], Iterable[Tensors]]]:
+    """The same of the peers that need not be installed, of those that are."""
+    found: dict[str, Callable[[], Iterable[Tensors]]] = {}
+    for module, name, opened in (("streaming", "MDS", from_mds), ("litdata", "litdata", from_litdata)):
+        if importlib.util.find_spec(module):
+            found[name] = opened(folder, workers)
+        else:
+            print(f"{name}: not installed, left out")
+    return found
+
+
 def _decoded(sample: dict[str, bytes]) -> Tensors:
     return batch(load(sample["safetensors"]))
 
 
-def from_mds(folder: Path) -> Pass:
-    streaming: Any = importlib.import_module("streaming")
-    with streaming.MDSWriter(out=str(folder / "mds"), columns={"record": "bytes"}) as writer:
+def _decoded_record(samples: Sequence[dict[str, bytes]]) -> Tensors:
+    (sample,) = samples
+    return batch(load(sample["record"]))
+
+
+def from_mds(folder: Path, workers: int) -> Callable[[], Iterable[Tensors]]:
+    """A DataLoader of MDS, as its documentation advises."""
+    if importlib.util.find_spec("torchvision") is None:
+        # Only its data sets of pictures import torchvision, but `import streaming` imports them, too.
+        spec = importlib.util.find_spec("streaming")
+        assert spec is not None
+        package = types.ModuleType("streaming")
+        package.__path__ = list(spec.submodule_search_locations or ())
+        sys.modules["streaming"] = package
+    mds: Any = importlib.import_module("streaming.base")
+    with mds.MDSWriter(out=str(folder / "mds"), columns={"record": "bytes"}) as writer:
         for file in sorted((folder / "safetensors").iterdir()):
             writer.write({"record": file.read_bytes()})
-    datasets = {
-        shuffled: streaming.StreamingDataset(local=str(folder / "mds"), shuffle=shuffled, batch_size=1)
-        for shuffled in (False, True)
-    }
-    return lambda shuffled: (load(sample["record"]) for sample in datasets[shuffled])
+    dataset = mds.StreamingDataset(local=str(folder / "mds"), shuffle=True, batch_size=1)
+    return DataLoader(
+        dataset,
+        batch_size=1,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=_decoded_record,
+        multiprocessing_context="fork" if workers else None,  # litdata makes another the default
+    ).__iter__
 
 
-def from_litdata(folder: Path) -> Pass:
+def from_litdata(folder: Path, workers: int) -> Callable[[], Iterable[Tensors]]:
+    """litdata's own loader."""
     litdata: Any = importlib.import_module("litdata")
     litdata.optimize(
         fn=_record,
@@ -134,10 +159,14 @@ def from_litdata(folder: Path) -> Pass:
         num_workers=1,
         verbose=False,
     )
-    datasets = {
-        shuffled: litdata.StreamingDataset(str(folder / "litdata"), shuffle=shuffled) for shuffled in (False, True)
-    }
-    return lambda shuffled: (load(sample["record"]) for sample in datasets[shuffled])
+    loader = litdata.StreamingDataLoader(
+        litdata.StreamingDataset(str(folder / "litdata"), shuffle=True),
+        batch_size=1,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=_decoded_record,
+    )
+    return lambda: iter(loader)
 
 
 def _record(file: str) -> dict[str, bytes]:

@@ -8,13 +8,15 @@ read:    samples as they come of 1024² (two latents, a prompt's embedding, its 
          given, since a trainer wants it for some batches only. Peers take their turns within a run, and read where
          they are called; qie prepares ahead in two threads, as it does for a trainer.
     Peers: webdataset (the same tars, safetensors.torch.load), safetensors.torch.load_file and torch.load
-            (weights_only) of a file for each sample, files as qwen-image-finetune's cache has them (six for each
-            sample, null prompt stored whole), and, where they are installed, MDS and litdata. To shuffle, webdataset
-            draws from a buffer of as many samples as a shard has.
+            (weights_only) of a file for each sample, and files as qwen-image-finetune's cache has them (six for each
+            sample, null prompt stored whole). To shuffle, webdataset draws from a buffer of as many samples as a shard
+            has.
 threads: the same, shuffled, with as many threads on both sides: peers with one of torch's threads and with all that it
          takes by itself, since their copies are torch's; a DataLoader of the files and webdataset's own loader, with
-         workers; qie with one reader thread and with its default. qie's copies use no threads of torch.
-check:   the cost of the first pass by `verify`: each record's SHA-256 once, or always. Peer: no check.
+         workers, and so MDS and litdata, where they are installed; qie with one reader thread, with its default, and
+         with four processes, each with its slice of every batch. qie's copies use no threads of torch.
+check:   the cost of the first pass by `verify`: each record's hash once, or always, with one reader thread and with
+         the default. Peer: no check, with as many.
 wait:    the share of time that training steps of 50 ms wait for the next of these samples, by `verify="first"`.
 start:   seconds from the start of a process to its first batch, imports included. Peer: one of a webdataset.
 """
@@ -23,17 +25,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from formats import LOOSE, Pass, Tensors, batch, joined_batch, loaders, peers, write_peers
+from formats import LOOSE, Pass, Tensors, batch, joined_batch, loaders, optional_loaders, peers, write_peers
 from measuring import Results, Row, absolute, beside, figure, in_turn, seconds
 from measuring import parser as common
 from samples import WIDTH, write_shards
@@ -43,6 +48,7 @@ from qie.shards.shard_set import ShardSet
 from qie.types import Batch
 
 SHARD_SIZE = 20
+PROCESSES = 4
 STEP_S = 0.05
 OURS = "qie, verify {}"
 
@@ -84,9 +90,8 @@ def equal_threads(
 ) -> list[Row]:
     """Two rows for each peer and each number of torch's threads: beside one reader thread, and beside the default."""
     workers = min(workers, -(-count // SHARD_SIZE))  # webdataset refuses a worker without a shard
-    theirs: dict[str, Callable[[], object]] = {
-        name: partial(exhausted, made) for name, made in loaders(folder, SHARD_SIZE, workers).items()
-    }
+    with_workers = loaders(folder, SHARD_SIZE, workers) | optional_loaders(folder, workers)
+    theirs: dict[str, Callable[[], object]] = {name: partial(exhausted, made) for name, made in with_workers.items()}
     more = dict.fromkeys(theirs, f"workers: {workers}")
     for name, threads in itertools.product(("webdataset", "safetensors files"), sorted({1, torch.get_num_threads()})):
         told = f"{name}, torch's threads: {'default' if threads > 1 else 1}"
@@ -95,7 +100,8 @@ def equal_threads(
         "reader threads: 1": reader(opened(folder, "off", threads=1), count),
         "reader threads: default": reader(opened(folder, "off"), count),
     }
-    took, shown = in_turn(theirs | ours, runs), partial(rate, stored)
+    with processes(folder, count) as ours[f"processes: {PROCESSES}"]:
+        took, shown = in_turn(theirs | ours, runs), partial(rate, stored)
     return [
         beside(
             f"{peer}, {mine}",
@@ -108,6 +114,39 @@ def equal_threads(
         )
         for peer, mine in itertools.product(theirs, ours)
     ]
+
+
+@contextmanager
+def processes(folder: Path, count: int) -> Iterator[Callable[[], None]]:
+    """Reads the next `count` samples in several processes, a slice in each, as ranks of a run do."""
+    started, pipes = multiprocessing.get_context("spawn"), list[Connection]()
+    try:
+        for rank in range(PROCESSES):
+            mine, its = started.Pipe()
+            started.Process(target=_rank, args=(folder, rank, -(-count // PROCESSES), its), daemon=True).start()
+            pipes.append(mine)
+        for pipe in pipes:
+            pipe.recv()
+
+        def read() -> None:
+            for pipe in pipes:
+                pipe.send(True)
+            for pipe in pipes:
+                pipe.recv()
+
+        yield read
+    finally:
+        for pipe in pipes:
+            pipe.send(False)
+
+
+def _rank(folder: Path, rank: int, count: int, pipe: Connection) -> None:
+    samples = ShardSet.open([folder / "shards"], verify="off")
+    read = reader(Stream.over(samples, 1, rank=rank, world_size=PROCESSES), count)
+    pipe.send(True)
+    while pipe.recv():
+        read()
+        pipe.send(True)
 
 
 def with_threads(threads: int, read: Callable[[], object]) -> None:
@@ -178,26 +217,34 @@ def reader(stream: Stream, count: int) -> Callable[[], None]:
 
 
 def checking(folder: Path, count: int, runs: int) -> list[Row]:
-    passes: dict[str, list[float]] = {"off": [], "first": [], "always": [], "always, again": []}
-    for _ in range(runs):
-        for verify in ("off", "first", "always"):
-            read = reader(opened(folder, verify), count)
-            passes[verify].append(seconds(read) / count)
-            if verify == "always":
-                passes["always, again"].append(seconds(read) / count)
-    told = {"first": "first pass, verify first", "always": "first pass, verify always", "always, again": "a later pass"}
+    """Rows of first passes by one reader thread and by the default, and of later passes."""
+    counts = {"1": 1, "default": Stream.threads}
+    passes: dict[tuple[str, str], list[float]] = {}
+
+    def timed(verify: str, threads: str, read: Callable[[], None]) -> None:
+        passes.setdefault((verify, threads), []).append(seconds(read) / count)
+
+    jobs = list(itertools.product(("off", "first", "always"), counts))
+    for run in range(runs):
+        first = run % len(jobs)
+        for verify, threads in jobs[first:] + jobs[:first]:
+            read = reader(opened(folder, verify, threads=counts[threads]), count)
+            timed(verify, threads, read)
+            timed(f"{verify}, again", threads, read)
+    told = {"first": "first pass, verify first", "always": "first pass, verify always"}
+    told |= {f"{verify}, again": f"a later pass, verify {verify}" for verify in told}
     return [
         beside(
-            f"check {name}",
-            what,
+            f"check {verify}, {threads}",
+            f"{what}, reader threads: {threads}",
             "verify off",
-            passes["off"],
-            passes[name],
+            passes["off, again" if "again" in verify else "off", threads],
+            passes[verify, threads],
             unit="× the time",
             share=True,
             shown=lambda one: f"{figure(1000 * one)} ms a sample",
         )
-        for name, what in told.items()
+        for (verify, what), threads in itertools.product(told.items(), counts)
     ]
 
 

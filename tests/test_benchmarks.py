@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import re
 import shlex
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -94,15 +96,17 @@ def test_plan(tmp_path: Path) -> None:
 def test_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = script("read.py")
     monkeypatch.setattr(read, "starting", lambda folder, runs: [])  # processes that import torch
+    threads = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=threading.Thread)  # processes would import it, too
+    monkeypatch.setattr(read.multiprocessing, "get_context", lambda kind: threads)
     monkeypatch.setattr(read, "STEP_S", 0.0)
     file = tmp_path / "rows.json"
     read.main(["--samples", "4", "--mb", "0.4", "--runs", "1", "--workers", "0", "--json", str(file)])
     keys = {row.key for row in rows_in(file)}
-    assert {"webdataset shuffled", "torch.load in order joined", "check always"} <= keys
+    assert {"webdataset shuffled", "torch.load in order joined", "check always, default", "check first, 1"} <= keys
     assert {
-        f"{peer}, reader threads: {threads}"
+        f"{peer}, {ours}"
         for peer in ("safetensors files in a DataLoader", "webdataset's WebLoader", "webdataset, torch's threads: 1")
-        for threads in (1, "default")
+        for ours in ("reader threads: 1", "reader threads: default", "processes: 4")
     } <= keys
 
 
