@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 CHUNK = 1 << 18
+COUNTS = "counts"
+
+
+def sent(url: str) -> tuple[int, int]:
+    """Requests for parts of tars so far, and their bytes."""
+    with urllib.request.urlopen(url + COUNTS) as answer:
+        requests, size = json.load(answer)
+    return requests, size
 
 
 @contextmanager
@@ -32,13 +42,18 @@ def serving(folder: Path, latency_s: float, bytes_per_s: float) -> Iterator[str]
 
 def serve(folder: str, latency_s: float, bytes_per_s: float) -> None:
     """Print a port, and serve there until someone ends the process."""
-    link, free = threading.Lock(), [time.monotonic()]
+    link, free, counts = threading.Lock(), [time.monotonic()], [0, 0]
 
-    def sent(size: int) -> float:
-        """When so many bytes are through."""
+    def through(size: int) -> float:
+        """When so many bytes are."""
         with link:
             free[0] = max(free[0], time.monotonic()) + size / bytes_per_s
             return free[0]
+
+    def count(size: int) -> None:
+        with link:
+            counts[0] += 1
+            counts[1] += size
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -50,7 +65,14 @@ def serve(folder: str, latency_s: float, bytes_per_s: float) -> None:
             self._answer(head=True)
 
         def do_GET(self) -> None:
-            self._answer(head=False)
+            if self.path.endswith(f"/{COUNTS}"):
+                content = json.dumps(counts).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+            else:
+                self._answer(head=False)
 
         def _answer(self, *, head: bool) -> None:
             time.sleep(latency_s)
@@ -66,11 +88,13 @@ def serve(folder: str, latency_s: float, bytes_per_s: float) -> None:
             self.end_headers()
             if head or not path.is_file():
                 return
+            if path.suffix == ".tar":
+                count(stop - start)
             with path.open("rb") as file:
                 file.seek(start)
                 for at in range(start, stop, CHUNK):
                     content = file.read(min(CHUNK, stop - at))
-                    time.sleep(max(sent(len(content)) - time.monotonic(), 0))
+                    time.sleep(max(through(len(content)) - time.monotonic(), 0))
                     self.wfile.write(content)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

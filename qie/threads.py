@@ -70,6 +70,12 @@ class Threads:
             _left.append(ended)
             raise
 
+    def submit(self, pool: ThreadPoolExecutor, work: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
+        """Work for a pool, which is asked to stop with these threads. It is not waited for: the pool does that."""
+        context = copy_context()
+        context.run(_mine.set, self)
+        return pool.submit(context.run, work, *arguments)
+
     def stop(self) -> None:
         """Ask them to stop, and wait until they have."""
         self._asked.set()

@@ -147,8 +147,10 @@ def test_draws_over_one_prefix_save_flops_at_full_size() -> None:
 def test_store(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     words = ["--latency-ms", "1", "--megabytes-per-s", "2000", "--steps", "2", "--runs", "1", "--tokens", "30"]
-    script("store.py").main([*words, "--json", str(file)])
-    assert [row.key for row in rows_in(file)] == ["at once", "in turn"]
+    script("store.py").main([*words, "--processes", "1", "--json", str(file)])
+    rows = {row.key: row.value for row in rows_in(file)}
+    assert list(rows)[:3] == ["at once", "in turn", "blocks 1"] and "blocks 1 before fetched" in rows
+    assert 1 < rows["blocks 1 fetched"] < 1.05
 
 
 def test_quality(tmp_path: Path) -> None:

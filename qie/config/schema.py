@@ -285,7 +285,9 @@ class ShardCacheConfig(Section):
         None, description="Keep shards from URLs in this folder, for all processes of this machine."
     )
     local_bytes: Bytes = Field(
-        100 * 10**9, description="Size of local_dir. The least recently used shard is deleted first."
+        100 * 10**9,
+        description="Size of local_dir. Shards that are needed soon are fetched ahead and deleted last; of the others, "
+        "the least recently used is deleted first.",
     )
     keep: KeepConfig = KeepConfig()
     write_through: bool = Field(

@@ -25,6 +25,7 @@ from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.discovery import published, rows_of
 from qie.shards.index import Skipped, shard_stem
+from qie.shards.reader import Tar
 from qie.shards.sample_table import Columns
 from qie.shards.shard_set import OpenShards, ShardSet, Verify, open_by_index, open_shards
 from qie.stores import File, Folder
@@ -128,6 +129,13 @@ class GrowingSamples:
     @property
     def distant(self) -> bool:
         return self._there.distant
+
+    @property
+    def copies(self) -> ShardCache | None:
+        return self._there.copies
+
+    def copied_tar(self, position: int) -> Tar | None:
+        return self._there.copied_tar(position)
 
     @property
     def _there(self) -> ShardSet:

@@ -93,6 +93,7 @@ class KeptSamples:
             names = names + (_FIELDS["embedding"] if keep.embeds == device else [])
             shared = host if device.type == "cpu" else None
             self._tiers.append((shared or DeviceTier(device, keep.budget_bytes), names))
+        self._all_large = sum(len(names) for _, names in self._tiers) == len(_LARGE)
         self._whole: dict[int, Sample] = {}
 
     @classmethod
@@ -134,7 +135,7 @@ class KeptSamples:
         if whole is not None:
             return whole
         parts = [tier.get(position) for tier, _ in self._tiers]
-        if None not in parts and sum(len(names) for _, names in self._tiers) == len(_LARGE):
+        if None not in parts and self._all_large:
             together = {name: value for part in parts if part for name, value in part.items()}
             return self._whole.setdefault(position, Sample(**together))  # nothing of it lies in a shard
         sample = read(position)
@@ -143,6 +144,12 @@ class KeptSamples:
             kept = part or tier.add(position, {name: getattr(sample, name) for name in [*_SMALL, *names]})
             changes |= {name: kept[name] for name in names} if kept else {}
         return replace(sample, **changes)
+
+    def holds(self, position: int) -> bool:
+        """Whether `fetch` would not read the sample."""
+        if position in self._whole:
+            return True
+        return self._all_large and all(tier.get(position) is not None for tier, _ in self._tiers)
 
 
 def _copied(value: Any, device: torch.device) -> Any:

@@ -19,7 +19,9 @@ from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
 from qie.errors import QieError, RowError, ShardError
 from qie.recipe import Recipe
+from qie.shards.cache import ShardCache
 from qie.shards.index import Skipped
+from qie.shards.reader import Tar
 from qie.shards.sample_table import Columns, ends_of, numbered
 from qie.shards.shard_set import ShardSet
 from qie.stages import Pipeline, Stage, Stages
@@ -215,6 +217,14 @@ class LiveSamples:
     @property
     def distant(self) -> bool:
         return False
+
+    @property
+    def copies(self) -> ShardCache | None:
+        return self.stored.copies if self.stored else None
+
+    def copied_tar(self, position: int) -> Tar | None:
+        there = self._stored_at.get(self.known.facts[position].key)
+        return self.stored.copied_tar(there) if self.stored and there is not None else None
 
     @cached_property
     def _stored_at(self) -> dict[str, int]:

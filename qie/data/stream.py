@@ -23,12 +23,15 @@ from qie.data.batch import collate
 from qie.data.kept_samples import KeptSamples
 from qie.data.plan import CHUNK, Plan, PlannedBatch, count_rows, held_out
 from qie.data.plan_settings import PlanSettings
+from qie.data.read_ahead import ReadAhead
 from qie.data.windows import WindowedPlan
 from qie.errors import UsageError
 from qie.recipe import Recipe
+from qie.shards.cache import ShardCache
 from qie.shards.index import Skipped
+from qie.shards.reader import Tar
 from qie.shards.sample_table import Columns
-from qie.threads import submit
+from qie.threads import Threads, submit
 from qie.types import Batch, Sample
 
 _END = PlannedBatch((), ())
@@ -64,6 +67,13 @@ class Samples(Protocol):
     @property
     def distant(self) -> bool:
         """Whether `fetch` mostly waits, for a store: then many may wait at once."""
+
+    @property
+    def copies(self) -> ShardCache | None:
+        """Where shards are copied to from a store, whole; None if none is."""
+
+    def copied_tar(self, position: int) -> Tar | None:
+        """The tar that is copied for the sample at a position; None without one."""
 
     def fetch(self, position: int) -> Sample:
         """The sample at a position; called from several threads."""
@@ -262,10 +272,12 @@ class Stream(IterableDataset[Batch]):
         with (
             ThreadPoolExecutor(REQUESTS, thread_name_prefix="qie-request") as requests,
             ThreadPoolExecutor(self.threads, thread_name_prefix="qie-stream") as pool,
+            ReadAhead(
+                self._iter_planned(endless), self._copied_tars, self.samples.copies, lambda: self.plans.whole
+            ) as upcoming,
         ):
             ahead: deque[Future[Batch]] = deque()
-            upcoming = self._iter_planned(endless)
-            ended = False
+            loads, ended = Threads(), False
             try:
                 while True:
                     while not ended and len(ahead) <= self.prefetch:
@@ -273,16 +285,18 @@ class Stream(IterableDataset[Batch]):
                         ended = planned is _END
                         if planned is None or ended:
                             break
-                        ahead.append(submit(pool, self.load, planned, requests))
+                        ahead.append(loads.submit(pool, self.load, planned, requests))
                     if ahead:
                         batch = ahead.popleft().result()
                         self._advance()
+                        upcoming.loaded()
                         yield batch
                     elif ended:
                         return
                     else:
                         self.plans.wait()
             finally:
+                loads.stop()
                 for future in ahead:
                     future.cancel()
 
@@ -309,6 +323,11 @@ class Stream(IterableDataset[Batch]):
     def _fetch(self, position: int) -> Sample:
         read = self.samples.fetch
         return self.kept.fetch(position, read) if self.kept else read(position)
+
+    def _copied_tars(self, planned: PlannedBatch) -> list[Tar]:
+        """The tars that are copied for a batch: those of samples that are not kept in memory."""
+        positions = [one for one in planned.positions if not (self.kept and self.kept.holds(one))]
+        return [tar for tar in map(self.samples.copied_tar, positions) if tar]
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
@@ -342,7 +361,8 @@ class Stream(IterableDataset[Batch]):
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def _iter_planned(self, endless: bool) -> Iterator[PlannedBatch | None]:
-        """This process's batches from where the stream stands, without moving it; None while the next is not known."""
+        """This process's batches from where the stream stands, without moving it; None while the next is not known, and
+        for those of the next epoch but one: plans of two are kept."""
         epoch, start = self.epoch, self.position
         while True:
             plan = self.plans.of(epoch)
@@ -352,6 +372,8 @@ class Stream(IterableDataset[Batch]):
             elif not self.plans.whole:
                 if not self.plans.grow():
                     yield None
+            elif endless and epoch > self.epoch:
+                yield None
             elif endless:
                 epoch, start = epoch + 1, 0
             else:

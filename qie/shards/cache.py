@@ -2,7 +2,8 @@
 
 A file is named by the SHA-256 of its content, so it is never stale. It is downloaded aside under a lock, hashed
 while it arrives, and renamed. What was used longest ago goes first; a process that still reads it keeps it until it is
-done, since a mapped file outlives its name.
+done, since a mapped file outlives its name. Who reads ahead announces what is needed soon, in a file beside the copies:
+that goes last, and nothing that is fetched ahead takes its place.
 """
 
 from __future__ import annotations
@@ -11,22 +12,39 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+import secrets
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum, auto
+from io import BufferedWriter
 from pathlib import Path
 
 from qie.errors import ShardError
-from qie.paths import open_own
+from qie.paths import open_locked, open_own
 from qie.stores import File, WholeFilesError
+from qie.threads import pause, submit
 
 PART_BYTES = 8 * 2**20
 PARALLEL_PARTS = 4
 ATTEMPTS = 2
-
+LONGEST_LOOK_S = 0.05
+"""Between two looks at a lock that another holds."""
 
 _OURS = re.compile(r"[0-9a-f]{64}\.tar(\.partial)?")
+_LISTS = re.compile(r"\d+-[0-9a-f]{8}\.soon")
+
+
+class Ahead(Enum):
+    """What became of a copy that was to be fetched ahead."""
+
+    THERE = auto()
+    BUSY = auto()
+    """Another thread or process is fetching it."""
+    FULL = auto()
+    """What is needed soon leaves no room."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +59,11 @@ class ShardCache:
     root: Path
     budget_bytes: int
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Room for what is needed soon. The rest is for what was not foreseen, and for what may be used again."""
+        return self.budget_bytes * 3 // 4
+
     def fetch(self, file: File, size: int, sha256: str) -> Path | None:
         """The local copy of a tar, fetched if it is not there; None if the budget has no room for it now.
 
@@ -54,13 +77,40 @@ class ShardCache:
         if not self.touch(size, sha256):
             self.root.mkdir(parents=True, exist_ok=True)
             with _locked(path.with_suffix(".lock")):
-                if not self.touch(size, sha256):  # another process may have fetched it while we waited
-                    partial = path.with_suffix(".tar.partial")
-                    if not self._reserve(partial, size):
-                        return None
-                    _download(file, size, sha256, partial)
-                    partial.replace(path)
+                # Another process may have fetched it while we waited.
+                if not self.touch(size, sha256) and not self._fetch_new(file, size, sha256, ahead=False):
+                    return None
         return path
+
+    def fetch_ahead(self, file: File, size: int, sha256: str) -> Ahead:
+        """Fetch a tar that is announced, unless it is there. Waits for nobody, and evicts nothing that is announced.
+
+        Raises: what `fetch` does.
+        """
+        if self.touch(size, sha256):
+            return Ahead.THERE
+        self.root.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as held:
+            try:
+                held.enter_context(_locked(self._path(sha256).with_suffix(".lock"), wait=False))
+            except BlockingIOError:
+                return Ahead.BUSY
+            there = self.touch(size, sha256) or self._fetch_new(file, size, sha256, ahead=True)
+        return Ahead.THERE if there else Ahead.FULL
+
+    def _fetch_new(self, file: File, size: int, sha256: str, *, ahead: bool) -> bool:
+        path = self._path(sha256)
+        partial = path.with_suffix(".tar.partial")
+        if not self._reserve(partial, size, ahead=ahead):
+            return False
+        try:
+            _download(file, size, sha256, partial)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        with _locked(self.root):  # who looks at what is there sees one of the two names
+            partial.replace(path)
+        return True
 
     def read(self, file: File, size: int, sha256: str, start: int, stop: int) -> bytearray | None:
         """The bytes [start, stop) of a tar, from its local copy; None if there is no room for one.
@@ -94,29 +144,90 @@ class ShardCache:
     def _path(self, sha256: str) -> Path:
         return self.root / f"{sha256}.tar"
 
-    def _reserve(self, partial: Path, size: int) -> bool:
-        """Make room for a file, and take it; False if downloads in progress leave none.
+    def _reserve(self, partial: Path, size: int, *, ahead: bool) -> bool:
+        """Make room for a file, and take it; False if what has to stay leaves none.
 
         One process after the other, or two would find the same room free.
         """
         with _locked(self.root):
             partial.unlink(missing_ok=True)
-            there = []
+            soon = _announced(self.root)
+            coming, copies = 0, []
             for path in self.root.iterdir():
                 if _OURS.fullmatch(path.name) and not (path.suffix == ".partial" and _remove_dead(path)):
                     with suppress(FileNotFoundError):
                         facts = path.stat()
-                        there.append((path.suffix == ".partial", facts.st_mtime_ns, facts.st_size, path))
-            total = size + sum(taken for _, _, taken, _ in there)
-            for on_its_way, _, taken, path in sorted(there):
-                if total > self.budget_bytes and not on_its_way:
+                        if path.suffix == ".partial":
+                            coming += facts.st_size
+                        else:
+                            copies.append((soon.get(path.stem, _NOT_SOON), facts.st_mtime_ns, facts.st_size, path))
+            needed = sum(taken for place, _, taken, _ in copies if place > _NOT_SOON) if ahead else 0
+            if size + coming + needed > (self.ahead_bytes if ahead else self.budget_bytes):
+                return False
+            total = size + coming + sum(taken for _, _, taken, _ in copies)
+            for _, _, taken, path in sorted(copies):
+                if total > self.budget_bytes:
                     path.unlink(missing_ok=True)
                     total -= taken
-            if total > self.budget_bytes:
-                return False
             with open_own(partial) as file:
                 file.truncate(size)
             return True
+
+
+_NOT_SOON = -(1 << 62)
+
+
+class Announcement:
+    """What one reader of a folder of copies needs soon, told to all who make room there, until it or its process ends.
+
+    A file of names, under a lock that dies with its process.
+    """
+
+    def __init__(self, cache: ShardCache) -> None:
+        self._root = cache.root
+        self._path = cache.root / f"{os.getpid()}-{secrets.token_hex(4)}.soon"
+        self._file: BufferedWriter | None = None
+
+    def tell(self, names: Sequence[str]) -> None:
+        """Announce these copies alone, by the SHA-256 of their content, in the order in which they are needed."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        with _locked(self._root):
+            self._file = self._file or open_locked(self._path)
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write("\n".join(names).encode())
+            self._file.flush()
+
+    def close(self) -> None:
+        """Nothing is announced any more."""
+        if self._file:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+
+
+def _announced(root: Path) -> dict[str, int]:
+    """What is needed soon, by name: the larger the number, the sooner. Whoever asks holds the folder's lock."""
+    soon: dict[str, int] = {}
+    for path in root.iterdir():
+        names = _names_in(path) if _LISTS.fullmatch(path.name) else []
+        for place, name in enumerate(names):
+            soon[name] = max(soon.get(name, _NOT_SOON), -place)
+    return soon
+
+
+def _names_in(announcement: Path) -> list[str]:
+    """None of one whose process is gone: it is deleted."""
+    try:
+        handle = os.open(announcement, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # it has ended just now, or somebody put something else there
+        return []
+    with os.fdopen(handle, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().decode().split()
+    announcement.unlink(missing_ok=True)
+    return []
 
 
 def _remove_dead(partial: Path) -> bool:
@@ -144,7 +255,6 @@ def _download(file: File, size: int, sha256: str, partial: Path) -> None:
         found = digest.hexdigest()
         if found == sha256:
             return
-    partial.unlink()
     raise ShardError(
         "a shard is damaged, or is not the one its index describes",
         where=file,
@@ -162,21 +272,58 @@ def _content(pool: ThreadPoolExecutor, file: File, size: int) -> Iterator[bytes]
 
 
 def _in_order(pool: ThreadPoolExecutor, file: File, starts: range, size: int) -> Iterator[bytes]:
-    """Parts of a file, several on their way at once, but never more than a few in memory."""
-    for at in range(0, len(starts), PARALLEL_PARTS):
-        some = starts[at : at + PARALLEL_PARTS]
-        yield from pool.map(lambda start: file.read(start, min(start + PART_BYTES, size)), some)
+    """Parts of a file, several on their way at all times, but never more than a few in memory.
+
+    Between two of them, a thread that is to stop does so.
+    """
+    coming: deque[Future[bytes]] = deque()
+    try:
+        for start in starts:
+            coming.append(submit(pool, file.read, start, min(start + PART_BYTES, size)))
+            if len(coming) == PARALLEL_PARTS:
+                pause(0)
+                yield coming.popleft().result()
+        while coming:
+            pause(0)
+            yield coming.popleft().result()
+    finally:
+        for part in coming:
+            part.cancel()
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a folder or a lock file. The file stays: without it, two processes could have a lock each."""
-    handle = os.open(path, os.O_RDONLY) if path.is_dir() else _lock_file(path)
+def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of a folder or a lock file. The file stays: without it, two processes could have a lock each.
+
+    A folder's is held for a moment; that of a file for as long as a download takes, and a thread that is to stop waits
+    no longer for it.
+
+    Raises:
+        BlockingIOError: another holds it, and `wait` is false.
+    """
+    folder = path.is_dir()
+    handle = os.open(path, os.O_RDONLY) if folder else _lock_file(path)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        if folder:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        else:
+            _lock(handle, wait)
         yield
     finally:
         os.close(handle)
+
+
+def _lock(handle: int, wait: bool) -> None:
+    seconds = 0.001
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not wait:
+                raise
+        pause(seconds)
+        seconds = min(2 * seconds, LONGEST_LOOK_S)
 
 
 def _lock_file(path: Path) -> int:

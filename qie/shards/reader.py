@@ -48,6 +48,11 @@ class Tar:
         """Whether each read is a request to a store."""
         return self.path is None and self.cache is None
 
+    @property
+    def copied(self) -> bool:
+        """Whether it is read from a copy of all of it on a local disk."""
+        return self.cache is not None and self.path is None
+
     @cached_property
     def name(self) -> str:
         """Its path or URL, for messages."""

@@ -118,7 +118,8 @@ class ShardSet:
             self._growing.append(tables)
         self._seen += bytes(len(self._growing.table) // 8 + 1 - len(self._seen))
         self.table = self._growing.table
-        for known in ("keys", "entries", "distant", "columns", "skipped", "digest"):  # computed when first asked for
+        # Computed when first asked for:
+        for known in ("keys", "entries", "distant", "copies", "columns", "skipped", "digest"):
             self.__dict__.pop(known, None)
 
     @classmethod
@@ -183,6 +184,20 @@ class ShardSet:
     def distant(self) -> bool:
         """Whether samples are requests to a store, which wait more than they work."""
         return any(tars[0].distant for tars in self._tars.parts)
+
+    @cached_property
+    def copies(self) -> ShardCache | None:
+        """Where shards are copied to from a store; None if all are read where they are."""
+        return next((tars[0].cache for tars in self._tars.parts if tars[0].copied), None)
+
+    def copied_tar(self, position: int) -> Tar | None:
+        """The tar that is copied from a store for the sample at a position; None if it is read where it is, or if what
+        the index says of it is damaged: who reads the sample meets that."""
+        try:
+            tar, _, _ = self._place(position)
+        except ShardError:
+            return None
+        return tar if tar.copied else None
 
     @cached_property
     def keys(self) -> list[str]:
