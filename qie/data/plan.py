@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qie.errors import UsageError
-from qie.shards.sample_table import Columns, Growing
+from qie.shards.sample_table import CHUNK, Columns, Growing
 
 PLAN_VERSION = 2
 """Raised when the same samples and seed would be ordered otherwise: a breaking change."""
@@ -32,9 +32,6 @@ Tail = Literal["pad", "drop"]
 Order = Literal["shuffle", "blocks", "sequence"]
 
 MAX_GLOBAL_BATCH = 65_536
-
-CHUNK = 2**20
-"""Samples that are looked at together, where a plan does not hold one value for each."""
 
 _NAMED_SHAPES = 8
 

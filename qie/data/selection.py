@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qie.data.plan import CHUNK, COPIES, PASSES, VARIANTS, Numbers, exact_weight, position_type, raw_bits, starts
-from qie.shards.sample_table import Columns
+from qie.data.plan import COPIES, PASSES, VARIANTS, Numbers, exact_weight, position_type, raw_bits, starts
+from qie.shards.sample_table import CHUNK, Columns
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from qie.data.batch import collate
 from qie.data.kept_samples import KeptSamples
-from qie.data.plan import CHUNK, Plan, PlannedBatch, count_rows, held_out
+from qie.data.plan import Plan, PlannedBatch, count_rows, held_out
 from qie.data.plan_settings import PlanSettings
 from qie.data.read_ahead import ReadAhead
 from qie.data.windows import WindowedPlan
@@ -30,7 +30,7 @@ from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.index import Skipped
 from qie.shards.reader import Tar
-from qie.shards.sample_table import Columns
+from qie.shards.sample_table import CHUNK, Columns
 from qie.threads import Threads, submit
 from qie.types import Batch, Sample
 

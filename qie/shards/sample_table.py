@@ -18,6 +18,9 @@ from qie.types import Shape
 
 T = TypeVar("T")
 
+CHUNK = 2**20
+"""Samples that are looked at together, where one value for each would be too many."""
+
 
 @dataclass(frozen=True, eq=False)
 class Columns:
@@ -49,6 +52,14 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """[shapes] how many samples each of `shape_names` has, looked at in parts."""
+        counts = np.zeros(len(self.shape_names), np.int64)
+        for start in range(0, len(self), CHUNK):
+            counts += np.bincount(self.shapes[start : start + CHUNK], minlength=len(counts))
+        return counts
 
     @property
     def blocks(self) -> NDArray[np.int32]:

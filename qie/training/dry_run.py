@@ -185,7 +185,7 @@ def forecast(
 def _mean(stream: Stream, patch: int) -> Tokens:
     columns = stream.samples.columns
     sizes = np.array([image_tokens(shape, patch) for shape in columns.shape_names])
-    image, target, controls = sizes[columns.shapes].mean(axis=0)
+    image, target, controls = columns.counts @ sizes / len(columns)
     return Tokens(round(image), round(target), round(float(columns.lengths.mean())), float(controls))
 
 

@@ -8,6 +8,8 @@ import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -235,5 +237,21 @@ def test_the_configuration_s_own_values_are_no_secrets() -> None:
 def test_the_data_digest_is_sha256_of_the_keys_in_ascending_order() -> None:
     keys = np.random.default_rng(0).integers(0, 256, (50, 32), dtype=np.uint8)
     keys[:10, :24] = 0  # only their ends differ
-    for given in (keys, keys[np.random.default_rng(1).permutation(50)], keys[:0]):
-        assert data_digest(given) == hashlib.sha256(b"".join(sorted(bytes(key) for key in given))).hexdigest()
+    for given in (keys, keys[np.random.default_rng(1).permutation(50)], keys[:1]):
+        for out in ([], [0]):
+            expected = hashlib.sha256(b"".join(sorted(bytes(key) for key in np.delete(given, out, axis=0)))).hexdigest()
+            assert data_digest(stream_of(given, out)) == expected
+
+
+def test_of_millions_of_samples_the_data_digest_follows_from_that_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qie.training.reporting.card.AT_ONCE", 49)
+    keys = np.random.default_rng(0).integers(0, 256, (50, 32), dtype=np.uint8)
+    digests = [data_digest(stream_of(given, out)) for given in (keys, keys[::-1]) for out in ([], [0], [1])]
+    assert len(set(digests)) == 6 and data_digest(stream_of(keys, [])) == digests[0]
+
+
+def stream_of(keys: np.ndarray, held_out: list[int]) -> Any:
+    digest = hashlib.sha256(keys.tobytes()).hexdigest()
+    return SimpleNamespace(
+        samples=SimpleNamespace(columns=keys, digests=keys, digest=digest), held_out=np.array(held_out, np.int64)
+    )

@@ -22,9 +22,9 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from huggingface_hub import ModelCardData
-from numpy.typing import NDArray
 
 from qie.config import Config
+from qie.data.plan_settings import AT_ONCE
 from qie.data.stream import Stream
 from qie.errors import QieError
 from qie.families import FAMILIES
@@ -110,9 +110,8 @@ class Reporter:
     ) -> None:
         self._config, self._pretrained, self._stream = config, pretrained, stream
         self._devices: Sequence[str] = gather_object([_device_name(accelerator.device)])
-        digests = stream.samples.digests
-        trained = np.delete(digests, stream.held_out, axis=0) if accelerator.is_main_process else digests[:0]
-        self._samples, self._digest = len(trained), data_digest(trained)
+        self._samples = len(stream.samples.columns) - len(stream.held_out)
+        self._digest = data_digest(stream) if accelerator.is_main_process else ""
         self._output_dir = Path(config.train.output_dir)
         self._started = _started(self._output_dir) if resumed else _now()
 
@@ -172,9 +171,17 @@ def public_config(config: Config) -> dict[str, Any]:
     return {name: _public(section) for name, section in tree.items()}
 
 
-def data_digest(digests: NDArray[np.uint8]) -> str:
-    """SHA-256 over the samples' keys, [N, 32] as in `sample_table.Table`, in ascending order, not in theirs."""
-    return hashlib.sha256(np.sort(np.ascontiguousarray(digests).view("V32"), axis=0).tobytes()).hexdigest()
+def data_digest(stream: Stream) -> str:
+    """A hash of the samples that are trained on.
+
+    SHA-256 over their keys in ascending order, not in the stream's. Of more than `AT_ONCE` samples, to sort them would
+    take a minute and gigabytes: over the SHA-256 of all keys in the stream's order and the keys that are held out.
+    """
+    samples, held_out = stream.samples, stream.held_out
+    if len(samples.columns) > AT_ONCE:
+        return hashlib.sha256(bytes.fromhex(samples.digest) + samples.digests[held_out].tobytes()).hexdigest()
+    trained = np.ascontiguousarray(np.delete(samples.digests, held_out, axis=0))
+    return hashlib.sha256(np.sort(trained.view("V32"), axis=0).tobytes()).hexdigest()
 
 
 def library_versions() -> dict[str, str]:
