@@ -8,12 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from qie.config import Config, required
+from qie.data.announcements import Announcements
 from qie.data.follow import GrowingPlans, GrowingSamples
 from qie.data.kept_samples import Keep, KeptSamples
 from qie.data.live import LiveSamples, RowEncoder, RowFacts, look_at_rows
@@ -230,7 +232,20 @@ class _Opening:
         rows = len(
             open_rows(self.config, "the source that qie-precompute encodes, to know how many rows there will be")
         )
-        return self._following(GrowingSamples(open_folder(self.choice.places[0]), rows, **self._growing()))
+        samples = GrowingSamples(
+            open_folder(self.choice.places[0]), rows, **self._growing(), announcements=self._announcements()
+        )
+        return self._following(samples)
+
+    def _announcements(self) -> Announcements | None:
+        """By which the first process tells the others of shards, through the server that the processes met at."""
+        if self.accelerator.num_processes == 1:
+            return None
+        from accelerate.utils import gather_object
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+        name = gather_object([token_hex()])[0]  # a run may follow several times
+        return Announcements(PrefixStore(f"qie-{name}", _get_default_store()), first=self.accelerator.is_main_process)
 
     def write_through(self) -> Stream:
         """Rows are encoded and written in the background; the first epoch trains on them as they come."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qie.data.announcements import Announcements
 from qie.data.plan import Plan, SequencePrefix, held_out, row_starts
 from qie.data.plan_settings import PlanSettings
 from qie.data.stream import short_hash
@@ -34,6 +36,8 @@ from qie.types import Sample
 
 SHARDS_A_LOOK = 64
 """So many shards are listed for each look that missed the expected one."""
+ASK_S = 0.2
+"""Seconds between questions to the process that looks, which cost it 10 µs."""
 
 
 @dataclass(eq=False)
@@ -50,6 +54,7 @@ class GrowingSamples:
         current: up to which row shards are known to be what their rows are now; others may be left from an older run.
         say: told every half minute which shard the stream waits for.
         stop: ends whoever writes the shards for these samples alone.
+        announcements: by which one process of a run tells the others of shards; without, each looks for itself.
     """
 
     folder: Folder
@@ -62,6 +67,7 @@ class GrowingSamples:
     current: Callable[[], int] = lambda: 1 << 62
     say: Callable[[str], object] = lambda line: None
     stop: Callable[[], object] = lambda: None
+    announcements: Announcements | None = None
     covered: int = field(default=0, init=False)
     _empty: list[OpenShards] = field(default_factory=list, init=False, repr=False)
     _shards: ShardSet | None = field(default=None, init=False, repr=False)
@@ -75,6 +81,9 @@ class GrowingSamples:
 
     def close(self) -> None:
         """Wait no longer, and stop the writer, if it writes for these samples alone."""
+        if self.announcements and self.announcements.first and not self._closed.is_set():
+            with suppress(QieError):  # the others are gone already
+                self.announcements.end()
         self._closed.set()
         self._stopping()
 
@@ -138,6 +147,11 @@ class GrowingSamples:
         return self._there.copied_tar(position)
 
     @property
+    def _asked(self) -> Announcements | None:
+        """What tells this process of shards, if another looks for them."""
+        return self.announcements if self.announcements and not self.announcements.first else None
+
+    @property
     def _there(self) -> ShardSet:
         assert self._shards is not None, "wait for the first shard before"
         return self._shards
@@ -147,10 +161,7 @@ class GrowingSamples:
 
     def grow(self) -> bool:
         """Take in what was published meanwhile; whether there was anything."""
-        current = self.current()
-        new = [open_by_index(index, self.cache) for index in self._iter_expected(current)]
-        if not new and not self.complete:
-            new = list(open_shards(self._listed(current), self.cache))
+        new = list(self._iter_told(self._asked)) if self._asked else self._found()
         if self._shards is not None and new:
             self._shards.append(new)
         elif any(len(part.table) for part in new):
@@ -158,6 +169,33 @@ class GrowingSamples:
         else:
             self._empty += new
         return bool(new)
+
+    def _iter_told(self, told: Announcements) -> Iterator[OpenShards]:
+        """The next shards, of those that the first process has found."""
+        while name := told.next():
+            index = File(self.folder, name)
+            try:
+                shard = open_by_index(index, self.cache)
+            except QieError:
+                if index.size() is None:  # not seen from this machine yet, as on NFS
+                    return
+                raise
+            self._takes(index, self.current())
+            told.done()
+            yield shard
+
+    def _found(self) -> list[OpenShards]:
+        """The next shards, after a look at the folder; others are told before they are opened."""
+        current = self.current()
+        try:
+            new = [open_by_index(index, self.cache) for index in self._iter_expected(current)]
+            if new or self.complete:
+                return new
+            listed = self._listed(current)
+        finally:
+            if self.announcements:
+                self.announcements.send()
+        return list(open_shards(listed, self.cache))
 
     def _iter_expected(self, current: int) -> Iterator[File]:
         """The next shards by the names that they have on the grid of those before, while they are there."""
@@ -185,6 +223,8 @@ class GrowingSamples:
         if start != self.covered or stop > current:
             return False
         self.covered, self._largest, self._missed = stop, max(self._largest, stop - start), 0
+        if self.announcements and self.announcements.first:
+            self.announcements.add(index.name)
         return True
 
     def wait(self) -> None:
@@ -196,10 +236,10 @@ class GrowingSamples:
         started = told = time.monotonic()
         while not self.grow():
             self.alive()
+            self._require_more()
             now = time.monotonic()
             if now - started > self.timeout_s:
-                self._missed = self.rows  # the last look is at all names
-                if self.grow():
+                if self._looked_once_more():
                     return
                 raise QieError(
                     "no further shard was published",
@@ -211,9 +251,27 @@ class GrowingSamples:
             if now - told > 30:
                 told = now
                 self.say(f"waiting for the shard of row {self.covered} in {self.folder}")
-            pause(self.poll_s)
+            pause(min(self.poll_s, ASK_S) if self._asked else self.poll_s)
             if self._closed.is_set():
                 raise QieError("the stream was closed while it waited for a shard", where=self.folder)
+
+    def _looked_once_more(self) -> bool:
+        """Whether a look at all names finds more. Whoever was told of shards looks for itself from now on: the first
+        process may be saving for hours."""
+        if self._asked:
+            self.announcements = None
+        self._missed = self.rows
+        return self.grow()
+
+    def _require_more(self) -> None:
+        told = self._asked
+        if told and told.ended and told.next() is None:
+            raise QieError(
+                "the first process of the run looks for no more shards",
+                where=self.folder,
+                expected=f"a shard that starts at row {self.covered}, of {self.rows}",
+                hint="see what it said when it ended",
+            )
 
 
 class GrowingPlans:

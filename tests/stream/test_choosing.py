@@ -15,9 +15,12 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.distributed import HashStore
 
 import qie
 from qie.config import load_config
+from qie.data.announcements import Announcements
+from qie.data.follow import GrowingSamples
 from qie.data.kept_samples import DeviceTier
 from qie.data.shared_tier import SharedTier
 from qie.data.sources import open_source
@@ -116,10 +119,7 @@ def test_processes_of_a_machine_share_the_host_memory_that_keeps_samples(
     pretrained = qie.open_pretrained(config.model.pretrained_model_name_or_path, components=("transformer",))
     tiers = []
     for processes in (1, 2):
-        group: Any = SimpleNamespace(num_processes=processes, process_index=0, device=torch.device("cpu"))
-        group.is_main_process = group.is_local_main_process = True
-        group.wait_for_everyone = lambda: None
-        with open_training_stream(config, pretrained, group) as stream:
+        with open_training_stream(config, pretrained, process(0, processes)) as stream:
             assert stream.kept is not None
             tiers.extend(tier for tier, _ in stream.kept._tiers)
             next(iter(stream))
@@ -144,6 +144,32 @@ def test_a_named_index_gives_the_stream_that_its_folder_gives_and_lists_nothing(
         assert "rows [5, 10) are missing" in said[0] and "rows [5, 10) are missing" in told[0]
         assert all_facts(named, len(named)) == all_facts(found, len(found))
         assert named.plans.identity == found.plans.identity
+
+
+def test_with_several_processes_the_first_tells_the_others_of_shards_that_are_written(
+    tmp_path: Path, shards: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: ["one name for all"])
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", HashStore().clone)
+    config = config_of(tmp_path, settings)
+    pretrained = qie.open_pretrained(config.model.pretrained_model_name_or_path, components=("transformer",))
+
+    def announcements(rank: int, processes: int) -> Announcements | None:
+        with open_training_stream(config, pretrained, process(rank, processes), follow=True) as stream:
+            assert isinstance(stream.samples, GrowingSamples) and stream.samples.complete
+            return stream.samples.announcements
+
+    assert announcements(0, 1) is None
+    first, other = (announcements(rank, 2) for rank in range(2))
+    assert first and first.first and other and not other.first and other.ended
+
+
+def process(rank: int, processes: int) -> Any:
+    """As accelerate describes one of several processes to itself."""
+    found: Any = SimpleNamespace(num_processes=processes, process_index=rank, device=torch.device("cpu"))
+    found.is_main_process = found.is_local_main_process = rank == 0
+    found.wait_for_everyone = lambda: None
+    return found
 
 
 # Shards of another recipe

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,12 +21,10 @@ from qie.data.kept_samples import DeviceTier, Keep, KeptSamples
 from qie.data.opening import open_stream
 from qie.data.shared_tier import SharedTier, Unshared, open_shared
 from qie.types import Sample
-from tests.conftest import ROOT
 from tests.stream.checks import all_facts, write
-from tests.stream.keeping_ranks import EPOCHS, LIMIT_S, RANKS, SETTINGS, digest
+from tests.stream.forked_ranks import EPOCHS, RANKS, ROWS, SETTINGS, digest, run_ranks
 from tests.stubs import StubEncoder, StubSource
 
-ROWS = 72
 CPU, META = torch.device("cpu"), torch.device("meta")
 ROOM, LITTLE = 10**9, 40 * mmap.PAGESIZE
 PART = {"tensor": torch.arange(mmap.PAGESIZE, dtype=torch.uint8)}
@@ -44,12 +39,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(shards: Path) -> dict[str, tuple[list[int], list[Any]]]:
     """Of each run of four real processes: their statuses, and what they said."""
-    runs = {"room": ["epochs", [ROOM]], "little": ["epochs", [LITTLE]], "killed": ["killed", []]}
-    command = [sys.executable, "-m", "tests.stream.keeping_ranks", str(shards), json.dumps(list(runs.values()))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * LIMIT_S)
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(runs), done.stderr[-3000:]
-    return dict(zip(runs, map(json.loads, lines), strict=True))
+    room, little, last = run_ranks(shards, ("epochs", [ROOM]), ("epochs", [LITTLE]), ("killed", []))
+    return {"room": room, "little": little, "killed": last}
 
 
 @pytest.mark.parametrize("budget", ["room", "little"])

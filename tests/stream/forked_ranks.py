@@ -1,28 +1,54 @@
-"""Four ranks on one machine, linked by gloo, that keep samples in memory. Run as a script with a folder of shards, it
-forks them and prints, as JSON, what each of them says."""
+"""Four ranks on one machine, linked by gloo, whose streams keep samples together or follow shards. Run as a script, it
+forks them: see `run_ranks`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from qie.data.announcements import Announcements
+from qie.data.follow import GrowingPlans, GrowingSamples
 from qie.data.kept_samples import Keep, KeptSamples
 from qie.data.opening import open_stream
+from qie.data.plan_settings import PlanSettings
+from qie.data.stream import Stream
+from qie.errors import QieError
+from qie.stores import LocalFolder
+from tests.conftest import ROOT
 from tests.stream.checks import all_facts
 
-RANKS, EPOCHS, LIMIT_S = 4, 6, 100
+RANKS, EPOCHS, LIMIT_S = 4, 6, 200
+ROWS, STEPS = 72, 20
 LIFE_OF_THE_LAST = (-1, -1)
 """A pipe, whose end to write the last rank has open for longest."""
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"batch_size": 2, "seed": 5, "world_size": RANKS}
+
+
+def run_ranks(shards: Path, *runs: tuple[str, Sequence[Any]]) -> list[tuple[list[int], list[Any]]]:
+    """Run functions of this module in four processes each. Gives, for each run, their statuses and what they return.
+
+    Args:
+        shards: a folder of shards.
+        runs: the name of each function, and what it takes beside the folder and the rank.
+    """
+    command = [sys.executable, "-m", __name__, str(shards), json.dumps(runs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=len(runs) * LIMIT_S)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(runs), done.stderr[-3000:]
+    return [tuple(json.loads(line)) for line in lines]
 
 
 def gather(mine: Any) -> list[Any]:
@@ -82,6 +108,64 @@ def killed(folder: Path, rank: int) -> dict[str, Any]:
         "right": found == [stream.samples.table.key(position) for position in range(count)],
         "lacking": [position for position in range(count) if tier.get(position) is None],
     }
+
+
+@dataclass(frozen=True)
+class AskedFolder(LocalFolder):
+    """A folder that remembers what it was asked."""
+
+    asked: list[str] = field(default_factory=list, compare=False)
+
+    def names(self) -> list[str]:
+        self.asked.append("names")
+        return super().names()
+
+    def listing(self) -> dict[str, int]:
+        self.asked.append("listing")
+        return super().listing()
+
+    def stamps(self) -> dict[str, str]:
+        self.asked.append("stamps")
+        return super().stamps()
+
+    def size(self, name: str) -> int | None:
+        self.asked.append(f"size {name}")
+        return super().size(name)
+
+    def read(self, name: str, *arguments: Any, **named: Any) -> bytes:
+        self.asked.append(f"read {name}")
+        return super().read(name, *arguments, **named)
+
+
+def following(folder: LocalFolder, rank: int, **settings: Any) -> Stream:
+    samples = GrowingSamples(folder, ROWS, timeout_s=LIMIT_S, poll_s=0.01, **settings)
+    return Stream(samples, GrowingPlans(samples, PlanSettings(2 * RANKS, seed=5)), rank, RANKS)
+
+
+def followed(folder: Path, rank: int, shards: int) -> dict[str, Any]:
+    """The first rank publishes a shard each time that it looked for one in vain, and is killed after so many."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = gather(server and server.port)[0]
+    announcements = Announcements(server or dist.TCPStore("127.0.0.1", port), first=rank == 0)
+    growing = AskedFolder(folder.with_name(f"growing {shards}"))
+    unpublished = sorted(folder.glob("*.tar"))[:shards]
+
+    def publish() -> None:
+        if not unpublished:
+            os.kill(os.getpid(), signal.SIGKILL)
+        tar = unpublished.pop(0)
+        growing.root.mkdir(exist_ok=True)
+        for file in (tar, tar.with_suffix(".json")):
+            shutil.copy(file, growing.root)
+
+    alive = publish if rank == 0 else lambda: None
+    try:
+        stream = following(growing, rank, alive=alive, announcements=announcements)
+        found: dict[str, Any] = {"batches": digest(all_facts(stream.forever(), STEPS))}
+        dist.barrier()
+    except QieError as error:
+        found = {"error": str(error)}
+    return found | {"asked": growing.asked}
 
 
 def run(folder: Path, rank: int, work: str, arguments: list[Any], out: int) -> None:
