@@ -51,6 +51,7 @@ class ReadAhead(Iterator[PlannedBatch | None]):
         tars: the tars that are copied whole for the samples of a batch.
         cache: where to; without one, nothing is fetched ahead.
         may_look: whether batches that nobody asked for may be taken from `planned` now.
+        needed: how many batches will be asked for; for none behind them anything is fetched ahead.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class ReadAhead(Iterator[PlannedBatch | None]):
         tars: Callable[[PlannedBatch], Sequence[Tar]],
         cache: ShardCache | None,
         may_look: Callable[[], bool],
+        needed: int,
     ) -> None:
-        self._planned, self._tars, self._cache, self._may_look = planned, tars, cache, may_look
+        self._planned, self._tars, self._cache, self._may_look, self._needed = planned, tars, cache, may_look, needed
         self._next: tuple[PlannedBatch, dict[str, Tar]] | None = None
         self._ended = False
         self._queue: deque[PlannedBatch] = deque()
@@ -105,7 +107,7 @@ class ReadAhead(Iterator[PlannedBatch | None]):
             if self._ended:
                 raise StopIteration
             return None
-        self._next = None  # it does not fit into the window: its shards are fetched when they are read
+        self._pass_on()  # it does not fit into the window: its shards are fetched when they are read
         with self._changed:
             self._loading.append(((), 0))
         return found[0]
@@ -132,12 +134,12 @@ class ReadAhead(Iterator[PlannedBatch | None]):
         """Take further batches into the window."""
         if self._cache is None or not self._may_look():
             return
-        for _ in range(BATCHES_A_LOOK):
+        for _ in range(min(BATCHES_A_LOOK, self._needed)):
             found = self._peek()
             if found is None or not self._admit(*found, self._cache.ahead_bytes):
                 return
             self._queue.append(found[0])
-            self._next = None
+            self._pass_on()
 
     def _peek(self) -> tuple[PlannedBatch, dict[str, Tar]] | None:
         """The first batch that is not in the window, and its tars by hash; None if there is none, or none known."""
@@ -150,6 +152,10 @@ class ReadAhead(Iterator[PlannedBatch | None]):
                 if planned is not None:
                     self._next = planned, {tar.sha256: tar for tar in self._tars(planned)}
         return self._next
+
+    def _pass_on(self) -> None:
+        self._next = None
+        self._needed -= 1
 
     def _admit(self, planned: PlannedBatch, tars: dict[str, Tar], most_bytes: int) -> bool:
         samples = len(planned.positions)

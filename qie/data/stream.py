@@ -258,11 +258,15 @@ class Stream(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         return self._iter_batches(endless=False)
 
-    def forever(self) -> Generator[Batch]:
-        """Batches from the current position on, epoch after epoch, without end or pause between them."""
-        return self._iter_batches(endless=True)
+    def forever(self, needed: int = 1 << 62) -> Generator[Batch]:
+        """Batches from the current position on, epoch after epoch, without end or pause between them.
 
-    def _iter_batches(self, *, endless: bool) -> Generator[Batch]:
+        Args:
+            needed: so many will be asked for. None behind them is prepared, or fetched, before it is.
+        """
+        return self._iter_batches(endless=True, needed=needed)
+
+    def _iter_batches(self, *, endless: bool, needed: int = 1 << 62) -> Generator[Batch]:
         if get_worker_info() is not None:
             raise UsageError(
                 "a stream cannot be used in DataLoader workers: each would yield every batch",
@@ -273,14 +277,14 @@ class Stream(IterableDataset[Batch]):
             ThreadPoolExecutor(REQUESTS, thread_name_prefix="qie-request") as requests,
             ThreadPoolExecutor(self.threads, thread_name_prefix="qie-stream") as pool,
             ReadAhead(
-                self._iter_planned(endless), self._copied_tars, self.samples.copies, lambda: self.plans.whole
+                self._iter_planned(endless), self._copied_tars, self.samples.copies, lambda: self.plans.whole, needed
             ) as upcoming,
         ):
             ahead: deque[Future[Batch]] = deque()
             loads, ended = Threads(), False
             try:
                 while True:
-                    while not ended and len(ahead) <= self.prefetch:
+                    while not ended and len(ahead) < max(min(self.prefetch + 1, needed), 1):
                         planned = next(upcoming, _END)
                         ended = planned is _END
                         if planned is None or ended:
@@ -288,6 +292,7 @@ class Stream(IterableDataset[Batch]):
                         ahead.append(loads.submit(pool, self.load, planned, requests))
                     if ahead:
                         batch = ahead.popleft().result()
+                        needed -= 1
                         self._advance()
                         upcoming.loaded()
                         yield batch

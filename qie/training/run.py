@@ -103,7 +103,8 @@ class Run:
         if resume_from and state:
             self.load_state_dict(state, resume_from)
         self.position = stream.state_dict()
-        self.batches = iter_prepared(stream, self.objective, self.batches_done)
+        every = self.steps * train.gradient_accumulation_steps if planned is None else planned
+        self.batches = iter_prepared(stream, self.objective, self.batches_done, every)
         transformer, lora = self.trainable.transformer.config, config.model.lora
         self._speed = Speed.of(
             transformer, accelerator.device, dtype, config.logging.peak_tflops, not lora, train.draws_per_sample
@@ -288,17 +289,19 @@ class PreparedBatch:
     position: dict[str, Any]
 
 
-def iter_prepared(stream: Stream, objective: Objective, first: int) -> Generator[PreparedBatch]:
-    """Prepared batches of a stream, one ahead of the training step. Their numbers in the run start at `first`.
+def iter_prepared(stream: Stream, objective: Objective, first: int, last: int) -> Generator[PreparedBatch]:
+    """Prepared batches of a stream, one ahead of the training step.
+
+    Their numbers in the run start at `first`. Behind `last`, where the run ends, the stream prepares none ahead.
 
     A thread draws the noise and starts the copy to the device. Closing the generator ends the thread, even where it
     waits for a shard that nobody writes.
     """
-    return Pipeline(Stages[PreparedBatch, PreparedBatch](), depth=1).run(_prepare(stream, objective, first))
+    return Pipeline(Stages[PreparedBatch, PreparedBatch](), depth=1).run(_prepare(stream, objective, first, last))
 
 
-def _prepare(stream: Stream, objective: Objective, first: int) -> Iterator[PreparedBatch]:
-    with closing(stream.forever()) as batches:
+def _prepare(stream: Stream, objective: Objective, first: int, last: int) -> Iterator[PreparedBatch]:
+    with closing(stream.forever(last - first)) as batches:
         for number in count(first):
             epoch = stream.epoch
             batch = next(batches)

@@ -188,6 +188,19 @@ def test_those_of_the_next_epoch_are_asked_for_in_this_one(store: Store, cache: 
         assert len(all_facts(batches, 4)) == 4
 
 
+def test_nothing_is_fetched_for_batches_behind_the_end_of_a_run(store: Store, cache: ShardCache) -> None:
+    """It may ask for more nevertheless."""
+    stream = store.stream(cache)
+    stream.prefetch = 3
+    count = BLOCK * OF_A_SHARD + 1
+    planned = shards_of(stream)
+    with closing(stream.forever(count)) as batches:
+        assert len(all_facts(batches, count)) == count
+        assert set(store.asked) == set(planned[:count])
+        assert len(all_facts(batches, 3)) == 3
+    assert sorted(store.asked) == sorted(set(planned[: count + 3]))
+
+
 def test_a_stream_that_goes_on_in_the_middle_fetches_what_follows_alone(store: Store, cache: ShardCache) -> None:
     stream = store.stream(cache)
     stream.position = 2 * BLOCK * OF_A_SHARD
