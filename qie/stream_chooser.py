@@ -436,7 +436,10 @@ class _Opening:
     def _following(self, samples: GrowingSamples) -> Stream:
         try:
             plans = GrowingPlans(samples, self._plan_settings())
-            return self._mine(samples, plans, self._compared(samples.recipe), self.config.data.reader_threads)
+            accepted, threads = self._compared(samples.recipe), self.config.data.reader_threads
+            # More variants than the configuration says may be there: what is beyond is not kept.
+            kept = self._kept(samples.rows * self.config.cache.variants)
+            return self._mine(samples, plans, accepted, threads, kept)
         except BaseException:
             samples.close()
             raise

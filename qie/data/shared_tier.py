@@ -66,7 +66,7 @@ class SharedTier:
 
     Args:
         file: as `open_shared` makes it.
-        samples: positions are below this.
+        samples: parts of positions below this are kept.
         budget_bytes: for all parts, each rounded up to pages.
         say: told when the machine gives no more memory.
 
@@ -80,7 +80,7 @@ class SharedTier:
         self._budget_bytes, self._say, self._spent = budget_bytes, say, False
         self._parts: dict[int, Part] = {}
         self._lock = threading.Lock()
-        self._start = _start(samples)
+        self._samples, self._start = samples, _start(samples)
         self._map = mmap.mmap(file, self._start + budget_bytes, flags=mmap.MAP_PRIVATE | _NORESERVE)
 
     @property
@@ -92,7 +92,7 @@ class SharedTier:
     def get(self, position: int) -> Part | None:
         """The part of a sample; None if nobody has kept it yet."""
         known = self._parts.get(position)
-        if known is not None or self._place(position)[1] == 0:
+        if known is not None or position >= self._samples or self._place(position)[1] == 0:
             return known
         with self._locked():  # which orders what another process wrote before what is read here
             offset, size = self._place(position)
@@ -117,7 +117,9 @@ class SharedTier:
     def _take(self, position: int, size: int) -> int | None:
         """Where a part may be written that nobody else keeps."""
         size = _rounded(size, _PAGE)
-        if self._spent or self.bytes + size > self._budget_bytes or self._place(position)[0]:
+        if position >= self._samples or self._spent:
+            return None
+        if self.bytes + size > self._budget_bytes or self._place(position)[0]:
             return None  # most find this without the lock, when the budget is spent
         with self._locked():
             taken = self.bytes

@@ -110,16 +110,18 @@ def test_named_shards_then_write_through_then_the_cache_then_live_rows(
         assert choose(config, shards, follow=follow) == expected
 
 
+@pytest.mark.parametrize("follow", [False, True])
 def test_processes_of_a_machine_share_the_host_memory_that_keeps_samples(
-    tmp_path: Path, shards: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shards: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, follow: bool
 ) -> None:
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: mine)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", HashStore)
     settings |= {"cache.trust_published": True, "cache.keep.latents": "cpu", "validation.rows": 0}
     config = config_of(tmp_path, settings)
     pretrained = qie.open_pretrained(config.model.pretrained_model_name_or_path, components=("transformer",))
     tiers = []
     for processes in (1, 2):
-        with open_training_stream(config, pretrained, process(0, processes)) as stream:
+        with open_training_stream(config, pretrained, process(0, processes), follow=follow) as stream:
             assert stream.kept is not None
             tiers.extend(tier for tier, _ in stream.kept._tiers)
             next(iter(stream))

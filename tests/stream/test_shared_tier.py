@@ -136,6 +136,11 @@ def test_room_that_another_takes_between_look_and_lock_is_not_taken_twice(
     assert there is not None and torch.equal(there["tensor"], PART["tensor"])
 
 
+def test_a_position_beyond_the_table_is_not_kept() -> None:
+    tier = Machine().join()
+    assert tier.add(8, PART) is None and tier.get(8) is None and tier.bytes == 0
+
+
 def test_who_writes_into_a_kept_tensor_changes_it_for_nobody_else() -> None:
     machine = Machine()
     one, other = machine.join(), machine.join()
