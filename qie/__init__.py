@@ -9,6 +9,8 @@ import importlib
 import warnings
 from typing import Any
 
+__version__ = "0.1.0"
+
 _EXPORTS = {
     "Batch": "qie.types",
     "Config": "qie.config",

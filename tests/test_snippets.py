@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -25,7 +26,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from qie.cli import precompute, predict, stats, train
+from qie.cli import precompute, stats, train
+from qie.cli.one_command import SUBCOMMANDS
 from qie.config import load_config
 from qie.data.sources import open_source
 from qie.inference.requests import read_batch
@@ -34,7 +36,7 @@ from tests.conftest import AREA_PX, ROOT
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-COMMANDS = {"precompute": precompute.main, "predict": predict.main, "stats": stats.main, "train": train.main}
+COMMANDS = {name: importlib.import_module(module).main for name, (module, _) in SUBCOMMANDS.items()}
 GENERATED = {"commands.md"}
 """Pages with usage lines of their own, such as `qie-train [OPTIONS] [SHARDS]...`, which test_docs.py checks."""
 LANGUAGES = {"sh", "yaml", "python", "json", "text", ""}
@@ -63,7 +65,7 @@ def shell_lines(page: Path) -> list[str]:
 def sentence_calls(page: Path) -> list[str]:
     """Commands with arguments within a sentence."""
     prose = FENCE.sub("", page.read_text(encoding="utf-8"))
-    return [" ".join(code.split()) for code in re.findall(r"`(qie-\w+ [^`]+)`", prose)]
+    return [" ".join(code.split()) for code in re.findall(r"`(qie[- ][a-z]+ [^`]+)`", prose)]
 
 
 def words_of(line: str) -> list[str]:
@@ -77,9 +79,11 @@ def words_of(line: str) -> list[str]:
 
 def call_in(line: str) -> tuple[str, list[str]] | None:
     """(command, arguments) of a call of one of qie's commands, by name or as a module."""
-    if not re.search(r"\bqie-\w+ |qie\.cli\.\w+ ", line) or "──" in line:
+    if not re.search(r"\bqie[- ][a-z]+ |qie\.cli\.\w+ ", line) or "──" in line:
         return None
     words = words_of(line)
+    if words[:1] == ["qie"] and words[1] in COMMANDS:
+        return words[1], words[2:]
     if words and words[0].removeprefix("qie-") in COMMANDS:
         return words[0].removeprefix("qie-"), words[1:]
     if "-m" in words:

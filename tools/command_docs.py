@@ -15,17 +15,20 @@ from pathlib import Path
 
 import click
 
+from qie.cli import one_command
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "commands.md"
 MARKER = "<!-- From here on tools/command_docs.py writes. -->\n"
-COMMANDS = ("precompute", "stats", "train", "predict")
+ALONE = ("precompute", "stats", "train", "predict")
+"""These are also commands of their own: qie-NAME."""
 WIDTH = 119
 
 
 def page(text: str) -> str:
     """The page `text` with the commands of today."""
     above, marker, _ = text.partition(MARKER)
-    parts = [*map(command, COMMANDS), "## Tools\n", TOOLS, *map(tool, tools())]
+    parts = [every_command(), *map(command, one_command.SUBCOMMANDS), "## Tools\n", TOOLS, *map(tool, tools())]
     return above + marker + "\n" + "\n".join(parts)
 
 
@@ -36,13 +39,23 @@ def tools() -> list[Path]:
     return sorted((ROOT / "tools").glob("[a-z]*.py"))
 
 
+def every_command() -> str:
+    """What `qie --help` says."""
+    lines = [f"| [`qie {name}`](#qie-{name}) | {line} |" for name, (_, line) in one_command.SUBCOMMANDS.items()]
+    return _section("qie", one_command.main) + "\n" + "\n".join(["| command | |", "|---|---|", *lines]) + "\n"
+
+
 def command(name: str) -> str:
-    """What `qie-NAME --help` says."""
-    main = importlib.import_module(f"qie.cli.{name}").main
-    words = f"qie-{name} " + " ".join(main.collect_usage_pieces(click.Context(main)))
-    told = [_wrapped(paragraph) for paragraph in re.split(r"\n\n+", main.help)]
+    """What `qie-NAME --help` says, or `qie NAME --help`."""
+    module, _ = one_command.SUBCOMMANDS[name]
+    return _section(f"qie-{name}" if name in ALONE else f"qie {name}", importlib.import_module(module).main)
+
+
+def _section(name: str, main: click.Command) -> str:
+    words = f"{name} " + " ".join(main.collect_usage_pieces(click.Context(main)))
+    told = [_wrapped(paragraph) for paragraph in re.split(r"\n\n+", main.help or "")]
     options = [param for param in main.params if isinstance(param, click.Option)]
-    return "\n\n".join([f"## qie-{name}", f"    {words}", *told, _table(map(_of_click, options))]) + "\n"
+    return "\n\n".join([f"## {name}", f"    {words}", *told, _table(map(_of_click, options))]) + "\n"
 
 
 def _of_click(option: click.Option) -> tuple[str, str]:

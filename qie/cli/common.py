@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -55,6 +56,13 @@ class Command(click.Command):
                 raise
             how = "" if "→ none" in answer else ", in the configuration or as --set KEY=VALUE"
             raise click.UsageError(f"No such option: --{answer}{how}", ctx) from error
+
+    def get_help(self, ctx: click.Context) -> str:
+        """It names the commands as this one was typed: `qie train`, or `qie-train`."""
+        text = super().get_help(ctx)
+        if ctx.parent is None:
+            return text
+        return re.sub(r"\bqie-(\s*)(precompute|stats|train|predict)\b", lambda m: f"qie{m[1] or ' '}{m[2]}", text)
 
 
 def echo(*lines: object, err: bool = False) -> None:
