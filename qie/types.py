@@ -95,6 +95,7 @@ class Sample:
         image_slots: for each control, how many tokens of `prompt_embed` stand before it, where the transformer puts
             controls among the text's tokens and no token of an image is stored; None for other families.
         notes: what encoding did to the row that its owner may want to know; kept in the index, not in the record.
+        own: nothing else holds the memory of its tensors, so a batch may take them as they are.
     """
 
     key: str
@@ -111,6 +112,7 @@ class Sample:
     thumbnail: torch.Tensor | None = None
     image_slots: tuple[int, ...] | None = None
     notes: tuple[str, ...] = ()
+    own: bool = False
 
     @property
     def empty_prompt_embed(self) -> torch.Tensor:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qie.data.batch import ALIGNMENT, collate
+from qie.data.batch import collate
 from qie.data.plan import PlannedBatch
+from qie.rooms import ALIGNMENT
 from qie.types import Batch, Sample
 from tests.builders import make_sample
 
@@ -47,6 +48,19 @@ def test_a_batch_is_a_copy_of_its_samples_with_zeros_behind_shorter_prompts(dtyp
         assert torch.equal(batch.empty_tail[number], sample.empty_tail)
     batch.prompt_embed.zero_()
     assert long.prompt_embed.any()
+
+
+def test_a_sample_whose_memory_is_its_own_is_not_copied_into_a_batch_of_one_and_only_there() -> None:
+    own = [replace(a_sample(number), own=True) for number in range(2)]
+    alone, together = batch_of(own[0]), batch_of(*own)
+    assert [tensor.data_ptr() for tensor in tensors(alone)] == [
+        tensor.data_ptr()
+        for tensor in (own[0].prompt_embed, own[0].empty_tail, own[0].pixel_latent, *own[0].control_latent)
+    ]
+    assert together.prompt_embed.data_ptr() != own[0].prompt_embed.data_ptr()
+    copied = batch_of(replace(own[0], own=False))
+    for one, other in zip(tensors(alone), tensors(copied), strict=True):
+        assert torch.equal(one, other) and one.shape == other.shape and one.is_contiguous()
 
 
 def test_no_two_batches_that_are_held_share_memory_and_each_tensor_is_aligned() -> None:

@@ -156,8 +156,8 @@ class GrowingSamples:
         assert self._shards is not None, "wait for the first shard before"
         return self._shards
 
-    def fetch(self, position: int) -> Sample:
-        return self._there.fetch(position)
+    def fetch(self, position: int, *, own: bool = False) -> Sample:
+        return self._there.fetch(position, own=own)
 
     def grow(self) -> bool:
         """Take in what was published meanwhile; whether there was anything."""

@@ -233,12 +233,12 @@ class LiveSamples:
         keys = self.stored.keys if self.stored else []
         return {key: position for position, key in enumerate(keys) if key in wanted}
 
-    def fetch(self, position: int) -> Sample:
+    def fetch(self, position: int, *, own: bool = False) -> Sample:
         there = self._stored_at.get(self.known.facts[position].key)
         if there is None or self.stored is None:
             return self._fetch_live(position)
         try:
-            return self.stored.fetch(there)
+            return self.stored.fetch(there, own=own)
         except ShardError as error:
             shard = self.stored.table.shard_of(there)
             if shard not in self._told:

@@ -75,8 +75,9 @@ class Samples(Protocol):
     def copied_tar(self, position: int) -> Tar | None:
         """The tar that is copied for the sample at a position; None without one."""
 
-    def fetch(self, position: int) -> Sample:
-        """The sample at a position; called from several threads."""
+    def fetch(self, position: int, *, own: bool = False) -> Sample:
+        """The sample at a position, with memory of its own if `own` asks for it and it can be; called from several
+        threads."""
 
 
 class Plans(Protocol):
@@ -318,6 +319,8 @@ class Stream(IterableDataset[Batch]):
     def load(self, planned: PlannedBatch, requests: ThreadPoolExecutor | None = None) -> Batch:
         """The batch of a plan's entry. Samples that lie in a store are asked for at once, by the pool `requests`."""
         positions = list(dict.fromkeys(planned.positions))
+        if len(planned.positions) == 1 and not self.kept and not self.pinned:  # it need not be copied once more
+            return collate([self.samples.fetch(positions[0], own=True)], planned)
         if requests and len(positions) > 1 and self.samples.distant:
             asked = [submit(requests, self._fetch, position) for position in positions]
             fetched = dict(zip(positions, (request.result() for request in asked), strict=True))

@@ -24,15 +24,18 @@ def xxh3_128(content: bytes | memoryview) -> bytes:
     return hashed.digest()
 
 
-def missed(record: bytes | memoryview, sha256: bytes, xxh3: bytes, *, both: bool = False) -> str:
+def missed(
+    record: bytes | memoryview, sha256: bytes, xxh3: bytes, *, both: bool = False, found: bytes | None = None
+) -> str:
     """The hash that a record should have and has not; empty for a sound one.
 
     Args:
         record: its bytes.
         sha256, xxh3: as its index says. Where it says no XXH3-128 (`NONE`), SHA-256 is checked.
         both: check both, where there are two.
+        found: its XXH3-128, if it is known.
     """
-    if xxh3 != NONE and xxh3_128(record) != xxh3:
+    if xxh3 != NONE and (found or xxh3_128(record)) != xxh3:
         return f"XXH3-128 {xxh3.hex()}"
     if (both or xxh3 == NONE) and hashlib.sha256(record).digest() != sha256:
         return f"SHA-256 {sha256.hex()}"

@@ -135,8 +135,8 @@ class Record:
         """The numbers that decide the size of each tensor."""
         return self._layout.sizes
 
-    def sample(self) -> Sample:
-        """The sample; its tensors share the record's memory."""
+    def sample(self, *, own: bool = False) -> Sample:
+        """The sample; its tensors share the record's memory, which is its `own` or not."""
         about, layout, body = self._about, self._layout, self._body
         return Sample(
             key=about.key,
@@ -145,6 +145,7 @@ class Record:
             shared_prefix=about.shared_prefix,
             clipped=about.clipped,
             image_slots=about.image_slots,
+            own=own,
             **{view.field: view.of(body) for view in layout.tensors},  # type: ignore[arg-type]
         )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, overload
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from qie.errors import ShardError, UsageError
@@ -24,7 +25,7 @@ from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.compact_index import COMPACT_NAME, Compact, CompactShard, ManifestFolder, read_compact, write_compact
 from qie.shards.discovery import find_indexes, index_names, rows_of
-from qie.shards.hashes import missed
+from qie.shards.hashes import NONE, missed
 from qie.shards.index import Entry, Skipped
 from qie.shards.reader import Shard, Tar, checked_sample
 from qie.shards.sample_table import Columns, GrowingTable, Table, overlapping
@@ -224,14 +225,17 @@ class ShardSet:
         """
         return self._read(position, check=self.verify != "off")
 
-    def fetch(self, position: int) -> Sample:
-        """The same, for training: with `verify="first"`, the record is checked the first time alone."""
-        seen = self._seen[position >> 3] >> (position & 7) & 1
-        return self._read(position, check=self.verify == "always" or (self.verify == "first" and not seen))
+    def fetch(self, position: int, *, own: bool = False) -> Sample:
+        """The same, for training: with `verify="first"`, the record is checked the first time alone.
 
-    def _read(self, position: int, *, check: bool) -> Sample:
+        `own` asks for a sample whose tensors' memory is its own: a copy, hashed while it is made.
+        """
+        seen = self._seen[position >> 3] >> (position & 7) & 1
+        return self._read(position, check=self.verify == "always" or (self.verify == "first" and not seen), own=own)
+
+    def _read(self, position: int, *, check: bool, own: bool = False) -> Sample:
         try:
-            sample = self._checked(position, check=check)
+            sample = self._checked(position, check=check, own=own)
         except ShardError:
             for compact in self._compacts:
                 compact.require_all()  # if it is at fault, the record is not
@@ -239,12 +243,13 @@ class ShardSet:
         self._seen[position >> 3] |= 1 << (position & 7)  # of two threads at once, one may be lost: it is checked again
         return sample
 
-    def _checked(self, position: int, *, check: bool) -> Sample:
+    def _checked(self, position: int, *, check: bool, own: bool) -> Sample:
         tar, start, stop = self._place(position)
         key, table = self.table.key(position), self.table
         where = f"{tar.name}, {key}, at {start}"
-        record = self._record(position, tar, start, stop, where, check=check)
-        return checked_sample(record, key, table.shape(position), where, table.sizes_of(position, self.recipe))
+        record = self._record(position, tar, start, stop, where, check=check, own=own)
+        sizes = table.sizes_of(position, self.recipe)
+        return checked_sample(record, key, table.shape(position), where, sizes, own=own)
 
     def _place(self, position: int) -> tuple[Tar, int, int]:
         table, tar = self.table, self._tars[self.table.shard_of(position)]
@@ -259,12 +264,15 @@ class ShardSet:
             )
         return tar, start, start + size
 
-    def _record(self, position: int, tar: Tar, start: int, stop: int, where: str, *, check: bool) -> memoryview:
-        record = tar.read(start, stop)
+    def _record(
+        self, position: int, tar: Tar, start: int, stop: int, where: str, *, check: bool, own: bool
+    ) -> memoryview:
+        sha256, xxh3 = (bytes(hashes[position]) for hashes in (self.table.hashes, self.table.xxh3_128))
+        hashed = xxhash.xxh3_128() if own and check and xxh3 != NONE else None
+        record = tar.read_own(start, stop, hashed and hashed.update) if own else tar.read(start, stop)
         if not check:
             return record
-        sha256, xxh3 = (bytes(hashes[position]) for hashes in (self.table.hashes, self.table.xxh3_128))
-        lacking = missed(record, sha256, xxh3, both=self.both_hashes)
+        lacking = missed(record, sha256, xxh3, both=self.both_hashes, found=hashed and hashed.digest())
         if lacking and tar.forget_copy():
             record = tar.read(start, stop)  # once more: the copy on this disk may be at fault
             lacking = missed(record, sha256, xxh3, both=self.both_hashes)

@@ -9,7 +9,7 @@ from tests.conftest import ROOT
 # From the lowest to the highest. Modules on one line do not know each other.
 LAYERS = [
     ["errors", "types", "threads"],
-    ["families", "paths", "quiet_libraries"],
+    ["families", "paths", "quiet_libraries", "rooms"],
     ["file_hashes", "image_formats", "quantities", "recipe", "stages"],
     ["stores"],
     ["config"],

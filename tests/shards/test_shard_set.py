@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from qie.errors import RecipeMismatchError, ShardError
+from qie.rooms import ALIGNMENT
 from qie.shards.reader import Shard
 from qie.shards.record import encode
 from qie.shards.shard_set import ShardSet, Verify, compact_folder, require_disjoint
@@ -229,7 +231,7 @@ def test_a_tar_swapped_for_another_of_equal_size_is_named_with_key_and_offset(
 
     for position, (tar, sample) in enumerate(zip(tars, samples, strict=True)):
         (member,) = Shard(tar.with_suffix(".json")).index.files.values()
-        for read in (shards.fetch, shards.load, shards.fetch):
+        for read in (shards.fetch, shards.load, partial(shards.fetch, own=True), shards.fetch):
             with pytest.raises(ShardError) as error:
                 read(position)
             assert str(error.value.where) == f"{tar}, {sample.key}, at {member.offset}"
@@ -239,6 +241,29 @@ def test_a_tar_swapped_for_another_of_equal_size_is_named_with_key_and_offset(
             else:
                 hashed = f"XXH3-128 {member.xxh3_128}" if fast else f"SHA-256 {member.sha256}"
                 assert (what, expected) == ("a record is damaged", hashed)
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+def test_samples_with_memory_of_their_own_equal_others_and_keep_it_as_long_as_a_tensor_of_them(
+    tmp_path: Path, verify: Verify
+) -> None:
+    """Samples large enough for several pieces, and for memory that is used again."""
+    samples = [make_sample(number, tokens=150, width=3584) for number in range(4)]
+    write_shard(tmp_path, samples)
+    shards = ShardSet.open([tmp_path], verify=verify)
+
+    held = [shards.fetch(position, own=True) for position in range(3)]
+    kept = held.pop().prompt_embed
+    last = [shards.fetch(3, own=True) for _ in range(2)][-1]
+
+    for sample, expected in zip([*held, last], [*samples[:2], samples[3]], strict=True):
+        assert sample.own and not shards.fetch(0).own
+        assert_same(replace(sample, own=False), expected)
+    assert same_bits(kept, samples[2].prompt_embed)
+    assert not held[0].control_latent[0].data_ptr() % ALIGNMENT
+    held[0].prompt_embed.zero_()
+    for again in (shards.fetch(0), shards.load(0), shards.fetch(0, own=True)):
+        assert same_bits(again.prompt_embed, samples[0].prompt_embed), "nobody's write reaches another"
 
 
 # Indexes that do not fit themselves
