@@ -76,9 +76,17 @@ class Threads:
         context.run(_mine.set, self)
         return pool.submit(context.run, work, *arguments)
 
+    def ask(self) -> None:
+        """Ask them to stop."""
+        self._asked.set()
+
+    def leave_behind(self) -> None:
+        """Wait for them no more: `leave` ends the process without them."""
+        _left.extend(ended for _, ended in self._running)
+
     def stop(self) -> None:
         """Ask them to stop, and wait until they have."""
-        self._asked.set()
+        self.ask()
         self.join()
 
     def join(self) -> None:
@@ -89,7 +97,7 @@ class Threads:
                 if thread.is_alive():  # not one whose start was interrupted
                     thread.join()
         except BaseException:
-            _left.extend(ended for _, ended in self._running)
+            self.leave_behind()
             raise
 
 

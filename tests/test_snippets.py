@@ -1,11 +1,12 @@
 """What README and docs show works. What is done for which:
 
 - Python is run, in a folder like the reader's: `my.yaml`, `shards/`, `in.png` and a run, made on the tiny model.
-- YAML is loaded as a configuration, also where a shell block writes it into a file. JSON is read as a `--batch`.
+- YAML is loaded as a configuration, also where a shell block writes it into a file; what is for Kubernetes is compared
+  with the fields of KubeRay. JSON is read as a `--batch`.
 - Each call of a qie command in a shell block goes through its click command, with what it checks before any work, and
   its `--set` through the configuration; of one within a sentence, the options are known.
 - `torchrun` and `accelerate launch` are parsed by their own parsers; shell blocks as a whole by `bash -n`. Nothing that
-  needs a GPU, a cluster or credentials is run, nor are `pip`, `ray`, `srun`, `sbatch` and `hf`.
+  needs a GPU, a cluster or credentials is run, nor are `pip`, `ray`, `kubectl`, `srun`, `sbatch` and `hf`.
 - Files, tools and their options, make targets and extras are there.
 - The shell blocks of migration.md are run here, those of quickstart.md in a fresh clone (see .ci/).
 """
@@ -82,6 +83,8 @@ def call_in(line: str) -> tuple[str, list[str]] | None:
     if not re.search(r"\bqie[- ][a-z]+ |qie\.cli\.\w+ ", line) or "──" in line:
         return None
     words = words_of(line)
+    if words[:3] == ["ray", "job", "submit"]:
+        words = words[words.index("--") + 1 :]
     if words[:1] == ["qie"] and words[1] in COMMANDS:
         return words[1], words[2:]
     if words and words[0].removeprefix("qie-") in COMMANDS:
@@ -99,7 +102,8 @@ MENTIONED = [
 ]
 LAUNCHED = [(f"{page}: {line}", line) for page, line in LINES if re.search(r"\b(torchrun|accelerate launch) ", line)]
 PYTHON = [(page, found) for page in PAGES if (found := blocks(page, "python"))]
-YAML = [(name_of(page), block) for page in PAGES for block in blocks(page, "yaml")] + [
+MANIFESTS = [block for page in PAGES for block in blocks(page, "yaml") if "\nkind: " in block]
+YAML = [(name_of(page), block) for page in PAGES for block in blocks(page, "yaml") if block not in MANIFESTS] + [
     (name_of(page), text) for page in PAGES for block in blocks(page, "sh") for _, text in HEREDOC.findall(block)
 ]
 
@@ -158,6 +162,39 @@ def test_yaml_is_accepted(page: str, text: str, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setenv(name, "1")
     (tmp_path / "my.yaml").write_text(text)
     load_config(tmp_path / "my.yaml", ["model.pretrained_model_name_or_path=some/model"])  # examples leave it out
+
+
+RAY_JOB = {
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {"entrypoint", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"},
+    "spec.rayClusterSpec": {"enableInTreeAutoscaling", "autoscalerOptions", "headGroupSpec", "workerGroupSpecs"},
+    "spec.rayClusterSpec.autoscalerOptions": {"version", "idleTimeoutSeconds"},
+    "spec.rayClusterSpec.headGroupSpec": {"rayStartParams", "template"},
+    "spec.rayClusterSpec.workerGroupSpecs.0": {
+        *("groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"),
+    },
+}
+"""Fields of the custom resource definition rayjobs.ray.io, version v1, as KubeRay 1.7 has them."""
+
+
+def test_a_manifest_has_the_fields_of_a_ray_job_and_starts_without_gpus() -> None:
+    (text,) = MANIFESTS
+    manifest = yaml.safe_load(text)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    for path, fields in RAY_JOB.items():
+        part = manifest
+        for name in filter(None, path.split(".")):
+            part = part[int(name)] if name.isdigit() else part[name]
+        assert set(part) == fields, path
+    cluster = manifest["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], cluster["enableInTreeAutoscaling"]) == (0, 0, True)
+    for pod in (cluster["headGroupSpec"], group):
+        (container,) = pod["template"]["spec"]["containers"]
+        assert container["resources"]["limits"] == container["resources"]["requests"], "Ray counts what is limited"
+    command, *arguments = shlex.split(manifest["spec"]["entrypoint"])
+    params = checked(command.removeprefix("qie-"), arguments)
+    assert (params["engine"], params["vae_device"], params["text_device"]) == ("ray", "cuda:0", "cuda:0")
 
 
 def test_json_is_a_batch(tmp_path: Path) -> None:

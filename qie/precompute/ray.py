@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import socket
+import sys
+import threading
 import time
 import warnings
 from collections import Counter, deque
@@ -28,7 +32,7 @@ from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
 from qie.shards.shard_set import require_disjoint
 from qie.stores import Folder
-from qie.threads import Threads, pause
+from qie.threads import Threads, leave, pause
 
 Result = TypeVar("Result")
 Node = Mapping[str, Any]
@@ -46,8 +50,16 @@ MOST_ASKED = 64
 LOOK_S = 1.0
 """Seconds between looks at the nodes."""
 
+CONNECT_S = 20.0
+"""How long the head of the cluster may take to answer."""
+
 WAIT_S = 0.25
 """The longest that nothing but Ray is listened to: Ctrl-C has to be."""
+
+STOP_S = 10.0
+"""How long a run that was interrupted may take to end its workers, before its process ends without it."""
+
+SIGTERM_STATUS = 128 + signal.SIGTERM
 
 REMIND_S = 30.0
 """Seconds between lines that say what is waited for."""
@@ -84,8 +96,9 @@ def precompute_on_ray(
         QieError: raised in a worker, or because workers died too often.
     """
 
-    def run() -> Report:
+    def run(connected: threading.Event) -> Report:
         with _connected() as (ray, alone), _explained(ray):
+            connected.set()
             nodes = ray.nodes()
             gpus = gpus_of(devices, nodes)
             if alone:
@@ -109,28 +122,56 @@ def precompute_on_ray(
     return _in_a_thread(run)
 
 
-def _in_a_thread(work: Callable[[], Result]) -> Result:
-    """The result of `work`. Ctrl-C asks it to stop, and waits until it has. In the main thread it would be raised in
-    the midst of Ray's native code, which then ends the process in its own way."""
-    threads = Threads()
+def _in_a_thread(work: Callable[[threading.Event], Result]) -> Result:
+    """The result of `work`, which sets the event when it is connected. Ctrl-C and SIGTERM ask it to stop. In the main
+    thread they would be raised in the midst of Ray's native code, which ends the process with a stack of C++."""
+    threads, connected, ended = Threads(), threading.Event(), threading.Event()
     results: list[Result] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            results.append(work())
+            results.append(work(connected))
         except BaseException as error:
             errors.append(error)
+        finally:
+            connected.set()
+            ended.set()
 
-    threads.start("ray", run)
-    try:
-        threads.join()
-    except BaseException:
-        threads.stop()
-        raise
+    with _heard_sigterm() as hear:
+        threads.start("ray", run)
+        try:
+            connected.wait()
+            hear()  # again: Ray has put its own answer in the place of ours
+            threads.join()
+        except BaseException as interruption:
+            threads.ask()
+            if not ended.wait(STOP_S):
+                threads.leave_behind()
+            if isinstance(interruption, SystemExit):
+                leave(SIGTERM_STATUS)
+            raise
     for error in errors:
         raise error
     return results[0]
+
+
+@contextmanager
+def _heard_sigterm() -> Iterator[Callable[[], None]]:
+    """Yields what lets SIGTERM, which `ray job stop` and Kubernetes send, raise SystemExit here. Not where the program
+    has its own answer."""
+
+    def hear() -> None:
+        if mine:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(SIGTERM_STATUS))
+
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    hear()
+    try:
+        yield hear
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @dataclass(eq=False)
@@ -412,19 +453,15 @@ def _connected() -> Iterator[tuple[Any, bool]]:
     if ray.is_initialized():
         yield ray, False
         return
+    _require_reachable(os.environ.get("RAY_ADDRESS", ""))
     logging.getLogger("ray").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         ray.init(address="auto", **quiet)
         alone = False
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        if os.environ.get("RAY_ADDRESS"):
-            raise UsageError(
-                "the Ray cluster cannot be reached",
-                where=f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}",
-                found=" ".join(str(error).split())[:300],
-                hint="name the host and port of its head; `ray status` shows whether it runs",
-            ) from error
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        if os.environ.get("RAY_ADDRESS") or isinstance(error, ray.exceptions.RayError):
+            raise _unreachable(" ".join(str(error).split())[:300]) from error
         ray.init(address="local", include_dashboard=False, **quiet)
         alone = True
     # Of a dead node, Ray prints thirty lines of its log, whatever `log_to_driver` says; qie tells of it in one.
@@ -433,6 +470,26 @@ def _connected() -> Iterator[tuple[Any, bool]]:
         yield ray, alone
     finally:
         ray.shutdown()
+
+
+def _require_reachable(address: str) -> None:
+    """Ray itself would try for a quarter of an hour."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise _unreachable(str(error)) from error
+
+
+def _unreachable(found: str) -> UsageError:
+    return UsageError(
+        "the Ray cluster cannot be reached",
+        where=f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')}",
+        found=found,
+        hint="name the host and port of its head; `ray status` shows whether it runs, and whether it wants a token",
+    )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import pytest
 
 from qie.errors import UsageError
 from qie.precompute import Report, precompute
-from qie.precompute.ray import _Hand, _Workers, gpus_of, places_of, require_a_place
+from qie.precompute.ray import _Hand, _require_reachable, _Workers, gpus_of, places_of, require_a_place
 from qie.stages import Load
 from tests.conftest import ROOT
 from tests.precompute import openers
@@ -145,14 +146,13 @@ def done():
     return [openers.size(notes / "first"), openers.size(notes / "late")]
 
 run("elastic", partial(openers.elastic, ROWS, str(notes)), follow=follow, hear=hear)
-run("again", partial(openers.plain, ROWS), folder="elastic")
 
 # Drivers that are ended.
 def published():
     return len(list((work / "stopped").glob("*.json")))
 
 cluster.add_node(num_cpus=1, num_gpus=1)
-for row, end in ((30, signal.SIGINT), (62, signal.SIGKILL)):
+for row, end in ((30, signal.SIGINT), (46, signal.SIGTERM), (62, signal.SIGKILL)):
     child = subprocess.Popen([sys.executable, "-c", driver, work / "stopped", str(row)], stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, text=True)
     openers.until(lambda: published() == row // SHARD_SIZE or child.poll() is not None)
@@ -191,6 +191,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[
         "PYTHONPATH": str(ROOT),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_AUTH_MODE": "disabled",  # whether or not there is a token in the home of whoever runs this
         "RAY_TMPDIR": session,  # else the cluster's address lies where every other cluster of the machine puts its own
     }
     environment.pop("RAY_ADDRESS", None)
@@ -269,27 +270,26 @@ def test_each_worker_opens_its_encoder_once_for_all_its_shards(told) -> None:
     assert (told[0] / "notes" / "opened").read_text().split() == ["first", "late"]
 
 
-def test_published_shards_are_kept(told) -> None:
-    (report,) = of(told, "again")
-    assert "error" not in report, report
-    assert (report["encoded"], report["reused"], report["skipped"]) == (0, ROWS - 2, 2)
-    assert (report["shards_kept"], report["said"]) == (ROWS // SHARD_SIZE, [])
-
-
 def test_ctrl_c_ends_a_run_with_130_and_a_line(told) -> None:
-    interrupted, _ = of(told, "stopped")
+    interrupted, _, _ = of(told, "stopped")
     assert interrupted["code"] == 130, interrupted
     assert interrupted["err"] == "interrupted: published shards stay; run the same command again to continue\n"
     assert (interrupted["out"], interrupted["left"]) == ("", 7)
 
 
+def test_sigterm_ends_a_run_without_a_word(told) -> None:
+    _, ended, _ = of(told, "stopped")
+    assert (ended["code"], ended["out"], ended["err"], ended["left"]) == (143, "", "", 11), ended
+
+
 def test_a_run_whose_drivers_and_a_worker_were_killed_goes_on_where_it_was(told, whole: dict[str, bytes]) -> None:
-    (_, killed), (report,) = of(told, "stopped"), of(told, "going on")
+    (_, _, killed), (report,) = of(told, "stopped"), of(told, "going on")
     assert (killed["code"], killed["left"]) == (-signal.SIGKILL, 15)
     assert "error" not in report, report
     assert (told[0] / "once").exists(), "no worker was killed"
     assert files(told[0] / "stopped") == whole
     assert (report["rows"], report["encoded"] + report["reused"], report["skipped"]) == (ROWS, ROWS - 2, 2)
+    assert report["shards_kept"] >= 15
     (line,) = report["said"]
     assert re.fullmatch(
         r"a worker on node [\d.]+ \(\w{8}\) of the Ray cluster died: its rows \d+ to \d+.* go on elsewhere", line
@@ -300,6 +300,15 @@ def test_an_error_of_a_worker_arrives_as_it_is(told) -> None:
     (failure,) = of(told, "refusing")
     assert failure["error"] == "RowError", failure
     assert "row 33 (row33)" in failure["text"] and "it is not wanted" in failure["text"]
+
+
+def test_an_address_where_nothing_answers_is_an_error_of_usage() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(UsageError, match="the Ray cluster cannot be reached"):
+            _require_reachable(f"127.0.0.1:{silent.getsockname()[1]}")
+    for address in ("", "auto", "local", "ray://head:10001"):
+        _require_reachable(address)
 
 
 def node(alive: bool = True, **resources: float) -> dict:
