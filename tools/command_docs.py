@@ -71,7 +71,7 @@ def _of_click(option: click.Option) -> tuple[str, str]:
 def _note(text: str) -> str:
     """'default: 64' or 'x>=1', as the page says it."""
     text = re.sub(r"^default: (\S+)$", r"default `\1`", text)
-    text = re.sub(r"^(\d+)<=x<=(\d+)$", r"\1 to \2", text)
+    text = re.sub(r"^(-?\d+)<=x<=(\d+)$", r"\1 to \2", text)
     return re.sub(r"^x>=(\d+)$", r"at least \1", text)
 
 

@@ -175,7 +175,7 @@ MOVED = {
     "save_last_n_steps": "train.keep_last, which counts checkpoints",
     "max_step_saves_to_keep": "train.keep_last",
     "save_state": "none: every checkpoint has the state",
-    "save_dtype": "none: tools/export_adapter.py --dtype",
+    "save_dtype": "none: qie export --dtype",
     "output_name": "train.output_dir",
     "training_folder": "train.output_dir",
     "logging_dir": "train.output_dir",

@@ -401,7 +401,7 @@ class QwenImageEditTrainer:
     def merge_lora(self, output: str | Path | None = None) -> None:
         """Merge the adapter into the transformer: in memory, or from the last checkpoint into the folder `output`.
 
-        Now: `tools/export_adapter.py RUN --merge --model M --output DIR`, or `qie.training.model.lora.merge_adapter`.
+        Now: `qie export RUN --merge --model M --output DIR`, or `qie.training.model.lora.merge_adapter`.
         """
         if output is None:
             with without_train_only(self.transformer):

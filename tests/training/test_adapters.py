@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import re
-import sys
 import warnings
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
+from click.testing import CliRunner
 from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig as PeftConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from qie.cli import one_command
 from qie.config import AdapterConfig, LoraConfig
 from qie.errors import ConfigError, QieError, UsageError
 from qie.pretrained import open_pretrained
@@ -33,7 +33,6 @@ from qie.training.model.lora import (
     save_adapter,
     without_train_only,
 )
-from tests.conftest import ROOT
 from tests.training.adapters import call, one_batch, randomise, trained_adapter, transformer_of
 from tests.training.small import WIDTH, small_transformer
 
@@ -524,35 +523,31 @@ def test_a_merge_that_fails_says_why_and_leaves_nothing(
 
 
 @pytest.fixture
-def tool(monkeypatch):
-    """tools/export_adapter.py as a function of its arguments."""
-    spec = importlib.util.spec_from_file_location("export_tool", ROOT / "tools" / "export_adapter.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "quiet_libraries", lambda: None)
+def export(monkeypatch):
+    """`qie export`, whose exit code is `code`."""
+    monkeypatch.setattr("qie.quiet_libraries.quiet_libraries", lambda: None)
     level = logging.getLogger("diffusers").level
 
-    def run(*arguments: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["export_adapter.py", *map(str, arguments)])
-        return module.main()
+    def run(*arguments: object, code: int = 0) -> str:
+        done = CliRunner().invoke(one_command.main, ["export", *map(str, arguments)])
+        assert done.exit_code == code, done.output
+        return done.output
 
     yield run
     logging.getLogger("diffusers").setLevel(level)
 
 
-def test_the_tool_exports_and_merges_the_latest_checkpoint_of_a_run(tool, tiny_edit: Path, tmp_path: Path) -> None:
+def test_the_command_exports_and_merges_the_latest_checkpoint_of_a_run(export, tiny_edit: Path, tmp_path: Path) -> None:
     folder = saved(tiny_edit, tmp_path, **PLAIN)
     folder.rename(tmp_path / "checkpoint-000010")
-    assert tool(tmp_path, "--output", tmp_path / "out.safetensors", "--dtype", "bfloat16") == 0
-    assert next(iter(load_file(tmp_path / "out.safetensors"))).startswith("diffusion_model.")
-    assert tool(tmp_path, "--merge", "--model", tiny_edit, "--output", tmp_path / "merged") == 0
+    file = tmp_path / "out.safetensors"
+    assert export(tmp_path, "--output", file, "--dtype", "bfloat16") == f"{file}\n"
+    assert next(iter(load_file(file))).startswith("diffusion_model.")
+    export(tmp_path, "--merge", "--model", tiny_edit, "--output", tmp_path / "merged")
     QwenImageTransformer2DModel.from_pretrained(tmp_path / "merged")
 
 
-def test_the_tool_tells_of_a_fault_in_one_line_and_by_its_exit_code(tool, tmp_path: Path, capsys) -> None:
-    assert tool(tmp_path, "--output", tmp_path / "out.safetensors") == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: no adapter found")
+def test_the_command_tells_of_a_fault_by_a_message_and_its_exit_code(export, tmp_path: Path) -> None:
+    assert export(tmp_path, "--output", tmp_path / "out.safetensors", code=2).startswith("error: no adapter found")
     for wrong in (["--merge"], ["--scale", "2"], ["--merge", "--model", "m", "--format", "comfyui"]):
-        with pytest.raises(SystemExit, match="2"):
-            tool(tmp_path, "--output", tmp_path / "out", *wrong)
+        assert "--model" in export(tmp_path, "--output", tmp_path / "out", *wrong, code=2)

@@ -45,9 +45,7 @@ _HIDDEN = "***"
 # A README.md without it is someone's own, and stays.
 _MARK = "<!-- Written by qie-train, and written again at each of its checkpoints as long as this line is in it. -->"
 
-_FOR_COMFYUI = (
-    """ ComfyUI ignores the scale in this file; `tools/export_adapter.py` of qie writes a file for ComfyUI."""
-)
+_FOR_COMFYUI = """ ComfyUI ignores the scale in this file; `qie export` writes a file for ComfyUI."""
 
 
 @dataclass(frozen=True)

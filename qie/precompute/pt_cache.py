@@ -1,41 +1,18 @@
-"""Turn a cache directory of qwen-image-finetune (github.com/TsienDragon/qwen-image-finetune) into shards.
+"""A cache directory of qwen-image-finetune (github.com/TsienDragon/qwen-image-finetune) as rows of shards.
 
-    python tools/import_pt_cache.py CACHE --output DIR|URL --family edit|edit_plus [--model NAME] [--size WxH]
-                                    [--control-size WxH]... [--dataset PATH] [--shard-size N] [--quiet]
+That project's EmbeddingCacheManager writes one tensor per file, CACHE/<tensor>/<hash>.pt, without batch axis, and for
+each row a JSON object with the hash of each of its tensors: CACHE/metadata/<hash>.json, or CACHE/<hash>_metadata.json
+in earlier releases. The first releases wrote no such object, and named a file by a hash of its image's path and time
+and of the prompt.
 
-The tool reads the files of that project's EmbeddingCacheManager: one tensor per file, CACHE/<tensor>/<hash>.pt,
-without batch axis, and for each row a JSON object with the hash of each of its tensors: CACHE/metadata/<hash>.json, or
-CACHE/<hash>_metadata.json in earlier releases. The first releases wrote no such object, and named a file by a hash of
-its image's path and time and of the prompt. --dataset, the old dataset_path exactly as it was configured, finds those
-files as long as the images are in their old place, untouched. Without --dataset, files of one name belong together,
-and the tool refuses a row whose files have different names, since nothing relates them.
-
-Nothing in a file is executed: the tool reads it as tensors, or refuses it. It also refuses a row with a file that is
-missing, damaged, or not finite. A refused row is listed, counted, and recorded in the shards as a skipped row with its
-reason; the other rows are imported.
-
-Latents are packed, 2×2 to a token, so the tool needs their sizes: from `img_shapes` if the cache has it, else in pixels
-from --size (targets) and --control-size (once for each control, in order). It refuses a row that does not fit.
-
-A cache does not record the images, prompts and weights that it was made from (its embeddings are even found by the
-prompt alone, whatever the control was). The recipe of these shards therefore says only that they are imported; it
-keeps --model. A sample's key is the SHA-256 of its tensors under that recipe. qie-train accepts the shards with
---accept-recipe; qie-precompute never uses one of their records for a row. The texts of prompts are lost, except with
---dataset; masks were never cached.
-
-The first releases cached no null prompt. Such rows are imported without one: qie-train accepts them with
-data.caption_dropout_rate: 0, and refuses them otherwise.
-
-Exit status: 0 if every row is imported, 1 if rows were refused, 2 for wrong usage. The reasons are on stderr.
+Nothing in a file is executed: it is read as tensors, or refused.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import re
-import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,10 +21,8 @@ from typing import Any
 
 import torch
 
-from qie.cli.common import Progress, explained
 from qie.errors import RowError, UsageError
 from qie.families import FAMILIES
-from qie.paths import local_path
 from qie.precompute.ranges import shard_ranges
 from qie.precompute.reshard import require_own
 from qie.recipe import Recipe, normal_prompt
@@ -56,7 +31,7 @@ from qie.shards.index import Entry, Skipped, read_index
 from qie.shards.record import encode
 from qie.shards.tensors import to_storage
 from qie.shards.writer import ShardWriter
-from qie.stores import open_folder
+from qie.stores import Folder
 from qie.types import Row, Sample
 
 TENSORS = {
@@ -70,7 +45,6 @@ TENSORS = {
 """Our names, and those of the cache: the latest first."""
 EMBEDS = ("prompt_embed", "empty_prompt_embed")
 NULL_PROMPT = ("empty_prompt_embed", "empty_prompt_embeds_mask")
-EDITS = sorted(name for name, family in FAMILIES.items() if not family.interleaved)  # older programs cache no others
 IMPORTED = "imported from qwen-image-finetune"
 TARGET_FOLDERS = ("training_images", "images", "target_images")
 CONTROL_FOLDERS = ("control_images", "control", "condition_images")
@@ -79,12 +53,12 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")
 PATCH_PX = 16
 """Pixels to a token's side: the VAE makes 8 of them one, packing two of those."""
 
-Size = tuple[int, int]
+TokenGrid = tuple[int, int]
 """Height and width in tokens."""
 
 
 @dataclass(frozen=True)
-class Cached:
+class CachedRow:
     """What the cache says of a row.
 
     Attributes:
@@ -103,7 +77,7 @@ class Cached:
 
 
 @dataclass(frozen=True)
-class Reader:
+class CacheReader:
     """Makes samples of what is cached.
 
     Attributes:
@@ -112,9 +86,9 @@ class Reader:
     """
 
     recipe: Recipe
-    sizes: tuple[Size, ...]
+    sizes: tuple[TokenGrid, ...]
 
-    def sample(self, cached: Cached) -> Sample:
+    def sample(self, cached: CachedRow) -> Sample:
         """Raises RowError, with the reason in one line, when the row is to be refused."""
         if cached.fault:
             raise RowError(cached.fault)
@@ -136,29 +110,29 @@ class Reader:
             notes=tuple(f"{IMPORTED}: {note}" for note, holds in unknown.items() if holds),
         )
 
-    def _tensors(self, cached: Cached) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, cached: CachedRow) -> Iterator[tuple[str, torch.Tensor]]:
         """The target's latent, the controls', the prompt's embedding, the null prompt's: of no tokens without one."""
         absent = () if any(name in cached.files for kind in NULL_PROMPT for name in TENSORS[kind]) else NULL_PROMPT
-        found = {name: find(cached, names) for name, names in TENSORS.items() if name not in absent}
+        found = {name: _find(cached, names) for name, names in TENSORS.items() if name not in absent}
         target, *controls = self._sizes(cached)
         most = FAMILIES[self.recipe.family].max_controls
         if not controls or (most is not None and len(controls) > most):
             raise RowError(f"it has {len(controls)} controls, which {self.recipe.family} does not take")
         for name, sizes in (("pixel_latent", [target]), ("control_latent", controls)):
-            yield from ((name, latent) for latent in unpack(found[name], sizes, name))
-        embeds = [unpadded(found[name], found[f"{name}s_mask"], name) for name in EMBEDS if name in found]
+            yield from ((name, latent) for latent in _unpack(found[name], sizes, name))
+        embeds = [_unpadded(found[name], found[f"{name}s_mask"], name) for name in EMBEDS if name in found]
         embeds += [embeds[0][:0]] if absent else []
         if len({embed.shape[1] for embed in embeds}) > 1:
             raise RowError(f"{' and '.join(EMBEDS)} have other widths")
         yield from zip(EMBEDS, embeds, strict=True)
 
-    def _sizes(self, cached: Cached) -> tuple[Size, ...]:
+    def _sizes(self, cached: CachedRow) -> tuple[TokenGrid, ...]:
         shapes = cached.img_shapes
         if "img_shapes" in cached.files:
-            shapes = load(cached.files["img_shapes"]).tolist()
+            shapes = _load(cached.files["img_shapes"]).tolist()
         if shapes is None and not self.sizes:
             raise RowError("its images' sizes are not in the cache; give --size and --control-size")
-        return self.sizes if shapes is None else parse_shapes(shapes)
+        return self.sizes if shapes is None else _parse_shapes(shapes)
 
     def _key(self, tensors: Sequence[torch.Tensor]) -> str:
         lines = [self.recipe.full_digest]
@@ -190,11 +164,11 @@ def imported_recipe(family: str, model: str) -> Recipe:
 # The cache's files
 
 
-def cached_rows(cache: Path) -> list[Cached]:
+def cached_rows(cache: Path) -> list[CachedRow]:
     """Every row of a cache, by name. Raises UsageError when it is none."""
     metadata = sorted(cache.glob("metadata/*.json")) or sorted(cache.glob("*_metadata.json"))
     if metadata:
-        return [described(cache, path) for path in metadata]
+        return [_described(cache, path) for path in metadata]
     # A folder without tensors is one of a later release's, which makes them all when it opens a cache.
     kinds = {path.parent.name for path in cache.glob("*/*.pt")}
     first = next((name for name in TENSORS["pixel_latent"] if name in kinds), None)
@@ -206,10 +180,10 @@ def cached_rows(cache: Path) -> list[Cached]:
             expected="metadata/<hash>.json and <tensor>/<hash>.pt",
             found=", ".join(sorted(kinds)[:6]) or "no folders",
         )
-    return [Cached(stem, {kind: cache / kind / f"{stem}.pt" for kind in kinds}) for stem in stems]
+    return [CachedRow(stem, {kind: cache / kind / f"{stem}.pt" for kind in kinds}) for stem in stems]
 
 
-def named_by_images(cache: Path, dataset: str) -> list[Cached]:
+def named_by_images(cache: Path, dataset: str) -> list[CachedRow]:
     """The rows of a cache without metadata, by the images and captions that they were made of."""
     root = dataset if dataset.endswith("/") else f"{dataset}/"  # as it was written: a Path would be without ./
     targets, controls = (
@@ -226,22 +200,22 @@ def named_by_images(cache: Path, dataset: str) -> list[Cached]:
         if image.suffix in SUFFIXES and control and caption.is_file():  # they passed over all others, too
             prompt = caption.read_text(encoding="utf-8", errors="replace").strip()
             target = f"{targets}{image.name}"
-            hashes = {"pixel_latent": old_hash(target), "control_latent": old_hash(control)}
-            hashes |= dict.fromkeys(("prompt_embed", "prompt_embeds_mask"), old_hash(target, prompt))
+            hashes = {"pixel_latent": _old_hash(target), "control_latent": _old_hash(control)}
+            hashes |= dict.fromkeys(("prompt_embed", "prompt_embeds_mask"), _old_hash(target, prompt))
             if any((cache / NULL_PROMPT[0]).glob("*.pt")):
-                hashes |= dict.fromkeys(NULL_PROMPT, old_hash(target, "empty"))
+                hashes |= dict.fromkeys(NULL_PROMPT, _old_hash(target, "empty"))
             files = {kind: cache / kind / f"{digest}.pt" for kind, digest in hashes.items()}
-            rows.append(Cached(image.stem, files, prompt=prompt))
+            rows.append(CachedRow(image.stem, files, prompt=prompt))
     return rows
 
 
-def old_hash(path: str, prompt: str = "") -> str:
+def _old_hash(path: str, prompt: str = "") -> str:
     """By what the first releases found a tensor."""
     text = f"{path}_{Path(path).stat().st_mtime}_{prompt}"
     return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
 
 
-def described(cache: Path, path: Path) -> Cached:
+def _described(cache: Path, path: Path) -> CachedRow:
     """The row of a metadata file."""
     name = path.stem.removesuffix("_metadata")
     try:
@@ -249,24 +223,25 @@ def described(cache: Path, path: Path) -> Cached:
         shapes = said.pop("img_shapes", None)
         hashes = {kind: said[kind] for kind in said if kind != "version"}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        return Cached(name, fault=f"{path.relative_to(cache)} is no metadata: {type(error).__name__}")
+        return CachedRow(name, fault=f"{path.relative_to(cache)} is no metadata: {type(error).__name__}")
     if isinstance(shapes, str):  # a hash, like the others: then it is a tensor
         hashes["img_shapes"], shapes = shapes, None
     odd = [text for pair in hashes.items() for text in pair if not re.fullmatch(r"[\w-]+", str(text), re.ASCII)]
     if odd:
-        return Cached(name, fault=f"{path.relative_to(cache)} names a file that cannot be the cache's: {odd[0]!r:.100}")
-    return Cached(name, {kind: cache / kind / f"{value}.pt" for kind, value in hashes.items()}, shapes)
+        fault = f"{path.relative_to(cache)} names a file that cannot be the cache's: {odd[0]!r:.100}"
+        return CachedRow(name, fault=fault)
+    return CachedRow(name, {kind: cache / kind / f"{value}.pt" for kind, value in hashes.items()}, shapes)
 
 
-def find(cached: Cached, names: Sequence[str]) -> torch.Tensor:
+def _find(cached: CachedRow, names: Sequence[str]) -> torch.Tensor:
     """A tensor by any of its names."""
     for name in names:
         if name in cached.files:
-            return load(cached.files[name])
+            return _load(cached.files[name])
     raise RowError(f"it has no {names[0]}")
 
 
-def load(path: Path) -> torch.Tensor:
+def _load(path: Path) -> torch.Tensor:
     """The tensor in a file, mapped where that is possible. Whatever else is in it is refused, and not executed."""
     place = f"{path.parent.name}/{path.name}"
     if not path.is_file():
@@ -291,7 +266,7 @@ def load(path: Path) -> torch.Tensor:
 # From their tensors to ours
 
 
-def parse_shapes(shapes: Any) -> tuple[Size, ...]:
+def _parse_shapes(shapes: Any) -> tuple[TokenGrid, ...]:
     """`img_shapes`, target first: [1, height, width] in tokens or [3, height, width] in pixels; with a batch axis or
     without."""
     units = {1: 1, 3: PATCH_PX}
@@ -306,9 +281,9 @@ def parse_shapes(shapes: Any) -> tuple[Size, ...]:
     return sizes
 
 
-def unpack(packed: torch.Tensor, sizes: Sequence[Size], what: str) -> list[torch.Tensor]:
+def _unpack(packed: torch.Tensor, sizes: Sequence[TokenGrid], what: str) -> list[torch.Tensor]:
     """[L, 4 C], images one behind the other -> [C, 1, H, W] each, as diffusers' `_unpack_latents` does."""
-    packed = without_batch(packed, 2, what)
+    packed = _without_batch(packed, 2, what)
     counts = [height * width for height, width in sizes]
     if sum(counts) != len(packed) or packed.shape[1] != 64:
         due = " + ".join(f"{width * PATCH_PX}×{height * PATCH_PX}" for height, width in sizes)
@@ -320,9 +295,9 @@ def unpack(packed: torch.Tensor, sizes: Sequence[Size], what: str) -> list[torch
     ]
 
 
-def unpadded(embed: torch.Tensor, mask: torch.Tensor, what: str) -> torch.Tensor:
+def _unpadded(embed: torch.Tensor, mask: torch.Tensor, what: str) -> torch.Tensor:
     """[L, D] without the padding after it."""
-    embed, mask = without_batch(embed, 2, what), without_batch(mask, 1, f"{what}'s mask")
+    embed, mask = _without_batch(embed, 2, what), _without_batch(mask, 1, f"{what}'s mask")
     length = int(mask.bool().sum())  # as bool: FP16, in which masks are cached, counts to 2048
     due = torch.arange(len(mask)) < length
     if length < 1 or len(mask) != len(embed) or not torch.equal(mask.float(), due.float()):
@@ -330,7 +305,7 @@ def unpadded(embed: torch.Tensor, mask: torch.Tensor, what: str) -> torch.Tensor
     return embed[:length]
 
 
-def without_batch(tensor: torch.Tensor, rank: int, what: str) -> torch.Tensor:
+def _without_batch(tensor: torch.Tensor, rank: int, what: str) -> torch.Tensor:
     tensor = tensor[0] if tensor.ndim == rank + 1 and len(tensor) == 1 else tensor
     if tensor.ndim != rank:
         raise RowError(f"{what} is {list(tensor.shape)}, expected {rank} dimensions")
@@ -344,13 +319,14 @@ def shared_prefix(prompt: torch.Tensor, empty: torch.Tensor) -> int:
     return int(same.long().cumprod(0).sum())
 
 
-# The command
+# Into shards
 
 
-def write(given: argparse.Namespace, rows: Sequence[Cached], reader: Reader) -> Iterator[Skipped | Entry]:
-    """Write all shards; yields what each row became."""
-    output = open_folder(given.output)
-    ranges = shard_ranges(0, len(rows), given.shard_size, ())
+def write_cached(
+    output: Folder, rows: Sequence[CachedRow], reader: CacheReader, size: int
+) -> Iterator[Skipped | Entry]:
+    """Write shards of `size` rows; yields what each row became."""
+    ranges = shard_ranges(0, len(rows), size, ())
     require_own(output, ranges)
     for index in published(output)[:1]:
         reader.recipe.require_equal(read_index(index).recipe, index, "name an empty folder")
@@ -370,76 +346,7 @@ def write(given: argparse.Namespace, rows: Sequence[Cached], reader: Reader) -> 
             shard.publish()
 
 
-def run(given: argparse.Namespace) -> int:
-    cache = local_path(given.cache)
-    rows = named_by_images(cache, given.dataset) if given.dataset else cached_rows(cache)
-    sizes = (given.size, *given.control_size) if given.size else ()
-    reader = Reader(imported_recipe(given.family, given.model), sizes)
-    refused = bare = 0
-    with Progress("importing", len(rows), "rows", quiet=given.quiet) as progress:
-        for done, one in enumerate(write(given, rows, reader), start=1):
-            progress.at(done)
-            if isinstance(one, Skipped):
-                refused += 1
-                tell(f"refused {one.name}: {one.reason}")
-            else:
-                bare += one.empty_tokens == 0
+def unused_files(cache: Path, rows: Sequence[CachedRow]) -> int:
+    """How many files of a cache belong to no row."""
     used = {path for row in rows for path in row.files.values()}
-    unused = sum(path not in used for path in cache.glob("*/*.pt"))
-    if unused:
-        tell(f"{unused} files belong to no row")
-    if bare:
-        tell(f"no null prompt in {bare} of {len(rows)} rows: train with data.caption_dropout_rate: 0")
-    print(f"{len(rows) - refused} of {len(rows)} rows imported, {refused} refused; recipe {reader.recipe.digest}")
-    return int(refused > 0)
-
-
-def tell(line: str) -> None:
-    """A line on stderr; what a terminal would obey is escaped: a cache may call its files anything."""
-    print("".join(char if char.isprintable() else repr(char)[1:-1] for char in line), file=sys.stderr)
-
-
-def size(text: str) -> Size:
-    match = re.fullmatch(r"(\d+)[x×](\d+)", text)
-    if not match or min(int(match[1]), int(match[2])) < PATCH_PX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in pixels, such as 832x576")
-    return int(match[2]) // PATCH_PX, int(match[1]) // PATCH_PX
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="a cache of qwen-image-finetune as shards")
-    parser.add_argument("cache", type=Path, metavar="CACHE")
-    parser.add_argument("--output", required=True, metavar="DIR|URL")
-    parser.add_argument(
-        "--family", required=True, choices=EDITS, help="family of the model that the cache was made for"
-    )
-    parser.add_argument(
-        "--model", default="an unknown model", metavar="NAME", help="model that the cache was made with"
-    )
-    parser.add_argument("--size", type=size, metavar="WxH", help="size of all targets, in pixels")
-    parser.add_argument(
-        "--control-size",
-        type=size,
-        action="append",
-        default=[],
-        metavar="WxH",
-        help="size of each control, in pixels; repeatable",
-    )
-    parser.add_argument("--dataset", metavar="PATH", help="old dataset_path, for a cache without metadata")
-    parser.add_argument("--shard-size", type=int, default=64, metavar="N", help="rows per shard; default: 64")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
-    given = parser.parse_args()
-    if given.shard_size < 1:
-        parser.error("--shard-size is at least 1")
-    if bool(given.size) != bool(given.control_size):
-        parser.error("--size and --control-size go together")
-    return given
-
-
-@explained
-def main() -> None:
-    sys.exit(run(arguments()))
-
-
-if __name__ == "__main__":
-    main()
+    return sum(path not in used for path in cache.glob("*/*.pt"))

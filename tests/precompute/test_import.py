@@ -1,4 +1,4 @@
-"""tools/import_pt_cache.py: caches of qwen-image-finetune as shards, built here as that project's code writes them.
+"""`qie import`: caches of qwen-image-finetune as shards, built here as that project's code writes them.
 
 Its layout is that of `EmbeddingCacheManager.save_cache_embedding` and `QwenImageEditTrainer.cache_step`, read in its
 repository (TsienDragon/qwen-image-finetune, src/qflux/data/cache_manager.py and src/qflux/trainer/), and of the
@@ -8,7 +8,6 @@ releases before: src/data/cache_manager.py.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import pickle
@@ -21,10 +20,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from diffusers import QwenImageEditPipeline
 
-from qie.cli import train
+from qie.cli import one_command, train
 from qie.data.sources import open_source
 from qie.precompute import Settings, precompute
 from qie.shards.discovery import published
@@ -50,21 +49,11 @@ SIZE = ("--size", "48x32", "--control-size", "48x32")
 """Of the samples of `make_sample`: 4×6 in latent pixels of which each 2×2 is a token, and a token is 16 px wide."""
 
 
-@pytest.fixture
-def tool(monkeypatch):
-    """tools/import_pt_cache.py as a function of its arguments."""
-    spec = importlib.util.spec_from_file_location("import_tool", ROOT / "tools" / "import_pt_cache.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "import_tool", module)
-    spec.loader.exec_module(module)
-
-    def run(*arguments: object, family: str = "edit") -> int:
-        monkeypatch.setattr(sys, "argv", ["import_pt_cache.py", *map(str, arguments), "--family", family, "--quiet"])
-        with pytest.raises(SystemExit) as ended:
-            module.main()
-        return ended.value.code
-
-    return run
+def bring(*arguments: object, family: str = "edit", code: int = 0) -> Result:
+    """`qie import`, whose exit code is `code`."""
+    done = CliRunner().invoke(one_command.main, ["import", *map(str, arguments), "--family", family, "--quiet"])
+    assert done.exit_code == code, done.output
+    return done
 
 
 def packed(latent: torch.Tensor) -> torch.Tensor:
@@ -116,10 +105,10 @@ def reasons(folder: Path) -> dict[str, str]:
     return {one.name: one.reason for index in published(folder) for one in Shard(index).index.skipped}
 
 
-def test_every_tensor_of_a_cache_is_imported_bit_for_bit(tool, tmp_path: Path, capsys) -> None:
+def test_every_tensor_of_a_cache_is_imported_bit_for_bit(tmp_path: Path) -> None:
     cache = cache_of(tmp_path / "cache")
-    assert tool(cache, "--output", tmp_path / "new", *SIZE, "--shard-size", 3) == 0
-    assert capsys.readouterr().out.startswith("4 of 4 rows imported, 0 refused; recipe ")
+    done = bring(cache, "--output", tmp_path / "new", *SIZE, "--shard-size", 3)
+    assert done.stdout.startswith("4 of 4 rows imported, 0 refused; recipe ")
     for number, sample in enumerate(imported(tmp_path / "new")):
         assert_imported(sample, make_sample(number))
     shards = list(map(Shard, published(tmp_path / "new")))
@@ -127,14 +116,14 @@ def test_every_tensor_of_a_cache_is_imported_bit_for_bit(tool, tmp_path: Path, c
     assert summarise(published(tmp_path / "new"), verify=True).faults == []
 
 
-def test_sizes_come_from_the_cache_where_it_has_them_in_tokens_or_pixels(tool, tmp_path: Path) -> None:
+def test_sizes_come_from_the_cache_where_it_has_them_in_tokens_or_pixels(tmp_path: Path) -> None:
     one, two = make_sample(0), make_sample(1, target=(2, 8), controls=((4, 6), (6, 2)))
     save(tmp_path / "cache", "a", one, img_shapes=[[[3, 32, 48], [3, 32, 48]]])
     save(tmp_path / "cache", "b", two, img_shapes=[[1, 1, 4], [1, 2, 3], [1, 3, 1]])
     save(tmp_path / "cache", "c", two, img_shapes="main")
     (tmp_path / "cache" / "img_shapes").mkdir()
     torch.save(torch.tensor([[1, 1, 4], [1, 2, 3], [1, 3, 1]]).half(), tmp_path / "cache" / "img_shapes" / "main.pt")
-    assert tool(tmp_path / "cache", "--output", tmp_path / "new", family="edit_plus") == 0
+    bring(tmp_path / "cache", "--output", tmp_path / "new", family="edit_plus")
     samples = imported(tmp_path / "new")
     for sample, original in zip(samples, (one, two, two), strict=True):
         assert_imported(sample, original)
@@ -142,7 +131,7 @@ def test_sizes_come_from_the_cache_where_it_has_them_in_tokens_or_pixels(tool, t
     assert len(Shard(published(tmp_path / "new")[0]).index.files) == 2, "equal tensors are one record"
 
 
-def test_older_caches_are_imported_too(tool, tmp_path: Path, capsys) -> None:
+def test_older_caches_are_imported_too(tmp_path: Path) -> None:
     """With metadata beside the folders; and without any, where the files of a row have one name."""
     described, bare = tmp_path / "described", tmp_path / "bare"
     cache_of(described, 2)
@@ -156,12 +145,12 @@ def test_older_caches_are_imported_too(tool, tmp_path: Path, capsys) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(values[None], path, _use_new_zipfile_serialization=number == 0)
     for cache in (described, bare):
-        assert tool(cache, "--output", tmp_path / f"new {cache.name}", *SIZE) == 0, capsys.readouterr().err
+        bring(cache, "--output", tmp_path / f"new {cache.name}", *SIZE)
         for number, sample in enumerate(imported(tmp_path / f"new {cache.name}")):
             assert_imported(sample, make_sample(number))
 
 
-def test_padding_is_dropped_and_only_tokens_of_equal_bits_are_stored_once(tool, tmp_path: Path) -> None:
+def test_padding_is_dropped_and_only_tokens_of_equal_bits_are_stored_once(tmp_path: Path) -> None:
     """-0 equals 0, but is another."""
     padded, prompt = make_sample(0, tokens=2100, width=2), torch.zeros(9, 8).half()
     zeros = replace(make_sample(1), prompt_embed=prompt, empty_tail=-prompt[:4], shared_prefix=3)
@@ -171,7 +160,7 @@ def test_padding_is_dropped_and_only_tokens_of_equal_bits_are_stored_once(tool, 
     torch.save(torch.cat([torch.ones(2100), torch.zeros(5)]).half(), cache / "prompt_embeds_mask/prompta.pt")
     filled = torch.cat([padded.prompt_embed, padded.prompt_embed.new_zeros(5, 2)])
     torch.save(filled, cache / "prompt_embeds/prompta.pt")
-    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 0
+    bring(cache, "--output", tmp_path / "new", *SIZE)
     for one, original in zip(imported(tmp_path / "new"), (padded, zeros), strict=True):
         assert_imported(one, original)
 
@@ -187,19 +176,16 @@ class Touch:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_malicious_pickle_does_nothing_and_is_named_and_the_rest_is_imported(
-    tool, tmp_path: Path, capsys, zipped: bool
-) -> None:
+def test_a_malicious_pickle_does_nothing_and_is_named_and_the_rest_is_imported(tmp_path: Path, zipped: bool) -> None:
     cache = cache_of(tmp_path / "cache")
     hostile = cache / "prompt_embeds" / "promptrow1.pt"
     torch.save({"x": Touch(tmp_path / "ran")}, hostile, _use_new_zipfile_serialization=zipped)
     (cache / "image_latents" / "imagerow2.pt").write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
-    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 1
-    output = capsys.readouterr()
+    output = bring(cache, "--output", tmp_path / "new", *SIZE, code=1)
     assert not (tmp_path / "ran").exists()
-    assert output.out.startswith("2 of 4 rows imported, 2 refused")
-    assert "refused row1: prompt_embeds/promptrow1.pt asks to run " in output.err
-    assert "refused row2: image_latents/imagerow2.pt " in output.err
+    assert output.stdout.startswith("2 of 4 rows imported, 2 refused")
+    assert "refused row1: prompt_embeds/promptrow1.pt asks to run " in output.stderr
+    assert "refused row2: image_latents/imagerow2.pt " in output.stderr
     assert_imported(imported(tmp_path / "new")[1], make_sample(3))
     assert set(reasons(tmp_path / "new")) == {"row1", "row2"}, "the shards keep account of what was refused"
     assert summarise(published(tmp_path / "new"), verify=True).faults == []
@@ -250,63 +236,62 @@ IMAGE, PROMPT, MASK = "image_latents/imagerow1.pt", "prompt_embeds/promptrow1.pt
         (_write(MASK, torch.ones(8)), "prompt_embed's mask is not that of 9 tokens"),
     ],
 )
-def test_what_is_not_understood_is_refused_with_its_reason(tool, tmp_path: Path, capsys, spoil, reason: str) -> None:
+def test_what_is_not_understood_is_refused_with_its_reason(tmp_path: Path, spoil, reason: str) -> None:
     cache = cache_of(tmp_path / "cache", 3)
     spoil(cache)
-    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 1
+    done = bring(cache, "--output", tmp_path / "new", *SIZE, code=1)
     assert reason in reasons(tmp_path / "new")["row1"]
-    assert f"refused row1: {reasons(tmp_path / 'new')['row1']}\n" in capsys.readouterr().err
+    assert f"refused row1: {reasons(tmp_path / 'new')['row1']}\n" in done.stderr
     assert len(imported(tmp_path / "new")) == 2
 
 
 def test_rows_without_sizes_or_without_what_belongs_together_are_refused_and_files_of_no_row_counted(
-    tool, tmp_path: Path, capsys
+    tmp_path: Path,
 ) -> None:
     cache = cache_of(tmp_path / "cache", 2)
     (cache / "metadata" / "\x1b[31m.json").write_text("{}")
     torch.save(torch.zeros(1), cache / "image_latents" / "left over.pt")
-    assert tool(cache, "--output", tmp_path / "new") == 1
-    output = capsys.readouterr()
-    assert output.err.count("give --size and --control-size") == 2
-    assert "1 files belong to no row" in output.err
-    assert "it has no image_latents" in output.err and "\x1b" not in output.err, "a name cannot command a terminal"
+    output = bring(cache, "--output", tmp_path / "new", code=1)
+    assert output.stderr.count("give --size and --control-size") == 2
+    assert "1 files belong to no row" in output.stderr
+    assert "it has no image_latents" in output.stderr and "\x1b" not in output.stderr, (
+        "a name cannot command a terminal"
+    )
     shutil.rmtree(cache / "metadata")
-    assert tool(cache, "--output", tmp_path / "other", *SIZE) == 1
-    assert "refused imagerow0: control_latents/imagerow0.pt is missing" in capsys.readouterr().err
+    done = bring(cache, "--output", tmp_path / "other", *SIZE, code=1)
+    assert "refused imagerow0: control_latents/imagerow0.pt is missing" in done.stderr
 
 
-def test_wrong_usage_folders_that_are_no_cache_and_outputs_of_other_shards_are_refused(
-    tool, tmp_path: Path, capsys
-) -> None:
+def test_wrong_usage_folders_that_are_no_cache_and_outputs_of_other_shards_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in ("empty", "nowhere"):
-        assert tool(tmp_path / folder, "--output", tmp_path / "new") == 2
-        assert "error: this is no cache of qwen-image-finetune" in capsys.readouterr().err
+        done = bring(tmp_path / folder, "--output", tmp_path / "new", code=2)
+        assert "error: this is no cache of qwen-image-finetune" in done.stderr
     cache = cache_of(tmp_path / "cache", 2)
     for words in (["--size", "96"], ["--size", "96x8"], ["--size", "48x32"], ["--shard-size", "0"]):
-        assert tool(cache, "--output", tmp_path / "new", *words) == 2
-    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 0
+        bring(cache, "--output", tmp_path / "new", *words, code=2)
+    bring(cache, "--output", tmp_path / "new", *SIZE)
     before = {path: path.read_bytes() for path in (tmp_path / "new").iterdir()}
-    assert tool(cache, "--output", tmp_path / "new", *SIZE) == 0, "again: the same"
-    assert tool(cache, "--output", tmp_path / "new", *SIZE, "--model", "another") == 2
-    assert "another recipe" in capsys.readouterr().err
-    assert tool(cache, "--output", tmp_path / "new", *SIZE, "--shard-size", "1") == 2
-    assert "the output holds other shards" in capsys.readouterr().err
+    bring(cache, "--output", tmp_path / "new", *SIZE)  # again: the same
+    done = bring(cache, "--output", tmp_path / "new", *SIZE, "--model", "another", code=2)
+    assert "another recipe" in done.stderr
+    done = bring(cache, "--output", tmp_path / "new", *SIZE, "--shard-size", "1", code=2)
+    assert "the output holds other shards" in done.stderr
     assert {path: path.read_bytes() for path in (tmp_path / "new").iterdir()} == before
 
 
-def test_an_imported_sample_is_never_taken_for_a_row_that_is_encoded(tool, tmp_path: Path) -> None:
+def test_an_imported_sample_is_never_taken_for_a_row_that_is_encoded(tmp_path: Path) -> None:
     encoder, source = StubEncoder(), StubSource.of(2)
     for row in source.rows:
         save(tmp_path / "cache", row.name, encoder.encode(row), img_shapes=[[1, 2, 2], [1, 2, 2]])
-    tool(tmp_path / "cache", "--output", tmp_path / "new", family="edit_plus")
+    bring(tmp_path / "cache", "--output", tmp_path / "new", family="edit_plus", code=1)  # of odd sizes, one of the two
     encoder = StubEncoder()
     precompute(source, encoder, tmp_path / "mine", rows=(0, 2), settings=Settings(reuse=[str(tmp_path / "new")]))
     assert encoder.encoded == [0, 1]
 
 
 def test_an_imported_cache_trains_and_one_without_null_prompts_where_no_caption_is_dropped(
-    tool, tiny_edit: Path, encoder, photos: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+    tiny_edit: Path, encoder, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the first releases left it: four tensors a row."""
     row = open_source(photos).read(0)
@@ -328,14 +313,13 @@ def test_an_imported_cache_trains_and_one_without_null_prompts_where_no_caption_
             torch.save(values, folder / f"{named[folder.name]}.pt")
     sizes = [f"{8 * width}x{8 * height}" for height, width in (sample.shape.target, *sample.shape.controls)]
     size = ("--size", sizes[0], "--control-size", sizes[1])
-    assert tool(tmp_path / "cache", "--output", tmp_path / "new", *size, "--dataset", photos) == 1
-    said = capsys.readouterr()
-    assert "no null prompt in 1 of 12 rows: train with data.caption_dropout_rate: 0" in said.err
-    assert said.out.startswith("1 of 12 rows imported, 11 refused")
+    said = bring(tmp_path / "cache", "--output", tmp_path / "new", *size, "--dataset", photos, code=1)
+    assert "no null prompt in 1 of 12 rows: train with data.caption_dropout_rate: 0" in said.stderr
+    assert said.stdout.startswith("1 of 12 rows imported, 11 refused")
     [one] = imported(tmp_path / "new")
     assert len(one.empty_prompt_embed) == 0 and one.prompt == sample.prompt
-    assert tool(tmp_path / "cache", "--output", tmp_path / "no", *size, "--dataset", tmp_path) == 2
-    assert "this is not a dataset of qwen-image-finetune" in capsys.readouterr().err
+    done = bring(tmp_path / "cache", "--output", tmp_path / "no", *size, "--dataset", tmp_path, code=2)
+    assert "this is not a dataset of qwen-image-finetune" in done.stderr
     assert summarise(published(tmp_path / "new"), verify=True).faults == []
     read = [sys.executable, ROOT / "tools" / "read_shard.py", next((tmp_path / "new").glob("*.tar")), one.key]
     assert "empty_prompt_embed " in subprocess.run(read, check=True, capture_output=True, text=True).stdout
@@ -355,7 +339,7 @@ def test_an_imported_cache_trains_and_one_without_null_prompts_where_no_caption_
     shapes = [(3, 8 * height, 8 * width) for height, width in (sample.shape.target, *sample.shape.controls)]
     for name in ("row0", "row1"):
         save(tmp_path / "later", name, sample, img_shapes=shapes)
-    assert tool(tmp_path / "later", "--output", tmp_path / "whole") == 0
+    bring(tmp_path / "later", "--output", tmp_path / "whole")
     assert_imported(imported(tmp_path / "whole")[0], sample)
     words[0] = str(tmp_path / "whole")
     words += ["--set", "data.caption_dropout_rate=0.5", "--set", "train.max_steps=2"]
