@@ -16,7 +16,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qie.data.plan import PLAN_VERSION, Plan, PlannedBatch, SequencePrefix, held_out, plan_epoch
+import qie.data.plan
+from qie.data.plan import PLAN_VERSION, Plan, PlannedBatch, SequencePrefix, count_rows, held_out, plan_epoch
 from qie.data.plan_settings import PlanSettings
 from qie.errors import UsageError
 from qie.shards.sample_table import Columns, ends_of
@@ -624,7 +625,9 @@ def hold_out(keys: Sequence[bytes], count: int, rows: Sequence[int] | None = Non
     array = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), 32)
     numbers = np.arange(len(keys)) if rows is None else np.array(rows)
     columns = of([SQUARE] * len(keys), rows=numbers, blocks=np.zeros(len(keys), np.int64))
-    validation, out = held_out(array, columns, count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qie.data.plan, "CHUNK", 3)  # keys are read in parts, which rows may straddle
+        validation, out = held_out(array, columns, count)
     return validation, set(out.tolist())
 
 
@@ -639,6 +642,16 @@ def test_rows_of_the_smallest_first_keys_are_held_out_with_all_variants(keys, co
     assert validation == [n for _, n in chosen]
     assert all(type(position) is int for position in validation)
     assert out == {n for n in range(len(keys)) if rows[n] in {rows[m] for m in validation}}
+
+
+def test_rows_of_two_shards_that_have_one_number_are_two_rows() -> None:
+    keys = np.frombuffer(bytes(32 * [3] + 32 * [4] + 32 * [1] + 32 * [2]), np.uint8).reshape(4, 32)
+    columns = of([SQUARE] * 4, rows=[7, 7, 7, 7], blocks=[0, 0, 1, 1])
+    validation, out = held_out(keys, columns, 1)
+    assert (validation, out.tolist()) == ([2], [2, 3])
+    assert count_rows(columns) == 2
+    settings = PlanSettings(1)
+    assert settings.count(columns, 3, out) == sum(len(settings.plan(columns, epoch, out)) for epoch in range(3)) == 3
 
 
 @deterministic

@@ -6,18 +6,22 @@ import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import qie.data.plan
 import qie.data.plan_settings
 import qie.data.selection
+import qie.data.stream
 import qie.data.windows
 from qie.data.plan import plan_epoch
 from qie.data.plan_settings import PlanSettings
 from qie.data.selection import raw_at
+from qie.data.stream import FixedPlans
 from qie.data.windows import WINDOWS_VERSION, WindowedPlan
 from qie.errors import UsageError
 from qie.shards.sample_table import Columns
@@ -224,6 +228,19 @@ def test_settings_plan_in_windows_above_a_number_of_samples_and_count_without_ba
     assert settings.count(columns, 0, out) == 0
     assert settings.identity(399)["plan_version"] == 2, "as it was before there were windows"
     assert settings.identity(400)["plan_version"] == (2 if order == "sequence" else WINDOWS_VERSION)
+
+
+def test_what_equals_a_sample_that_is_held_out_is_left_out_in_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever keys are read in parts."""
+    for module, name in ((qie.data.plan, "CHUNK"), (qie.data.stream, "CHUNK"), (qie.data.plan_settings, "AT_ONCE")):
+        monkeypatch.setattr(module, name, 7)
+    columns = replace(many(40, single=False, shard=10), rows=np.arange(40) // 2)
+    keys = np.arange(40 * 32, dtype=np.uint32).astype(">u4").view(np.uint8).reshape(40, -1)[:, :32] + np.uint8(9)
+    smallest = min(range(0, 40, 2), key=lambda position: bytes(keys[position]))
+    keys[33] = keys[smallest + 1]
+    plans = FixedPlans(SimpleNamespace(columns=columns, digests=keys), PlanSettings(1, validation_rows=1))
+    assert plans.validation == [smallest] and plans.held_out.tolist() == sorted({smallest, smallest + 1, 33})
+    assert sorted(columns.rows[real(plans.of(0))]) == [row for row in range(20) if row != smallest // 2]
 
 
 def test_rows_are_not_read_where_none_has_variants() -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import floor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qie.data.plan import COPIES, PASSES, VARIANTS, Numbers, exact_weight, position_type, raw_bits, starts
+from qie.data.plan import COPIES, PASSES, VARIANTS, Numbers, exact_weight, position_type, raw_bits
 from qie.shards.sample_table import CHUNK, Columns
 
 
@@ -69,15 +70,18 @@ class Selection:
     sequence: bool
 
     @cached_property
-    def begins(self) -> NDArray[np.int64]:
-        """[shards] where the samples of a shard begin, of those that have any: these are numbered from 0."""
-        begins = np.append(0, self.columns.ends[:-1])
-        return begins[begins < self.columns.ends]
+    def stops(self) -> NDArray[np.int64]:
+        """[shards] where the samples of a shard end, of those that have any: these are numbered from 0."""
+        filled = np.diff(self.columns.ends, prepend=0) > 0
+        return self.columns.ends if filled.all() else self.columns.ends[filled]
 
-    @cached_property
-    def sizes(self) -> NDArray[np.int64]:
-        """[shards] how many these samples are."""
-        return np.diff(self.begins, append=len(self.columns))
+    def begins(self, shards: Numbers) -> NDArray[np.int64]:
+        """Where the samples of some shards begin."""
+        return np.where(shards > 0, self.stops[shards - 1], 0)
+
+    def sizes(self, shards: Numbers) -> NDArray[np.int64]:
+        """How many these samples are."""
+        return self.stops[shards] - self.begins(shards)
 
     @cached_property
     def weights(self) -> NDArray[np.int64] | None:
@@ -92,12 +96,12 @@ class Selection:
         """[shards] how often a row of each is drawn at most; read-only."""
         often = np.ones(1, np.int64) if self.weights is None else -(-self.weights[0] // self.weights[1])
         if (often == often[0]).all():
-            return np.broadcast_to(often[0], len(self.begins))
-        most = np.empty(len(self.begins), np.int64)
+            return np.broadcast_to(often[0], len(self.stops))
+        most = np.empty(len(self.stops), np.int64)
         for first, stop in self.chunks():
-            begin = self.begins[first]
-            sources = self.columns.sources[begin : begin + self.sizes[first:stop].sum()]
-            most[first:stop] = np.maximum.reduceat(often[sources], self.begins[first:stop] - begin)
+            begins = self.begins(np.arange(first, stop))
+            sources = self.columns.sources[begins[0] : self.stops[stop - 1]]
+            most[first:stop] = np.maximum.reduceat(often[sources], begins - begins[0])
         return most
 
     @cached_property
@@ -116,8 +120,8 @@ class Selection:
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Ranges of shards with about `CHUNK` samples."""
-        edges = starts(self.begins // CHUNK).tolist()
-        return zip(edges, [*edges[1:], len(self.begins)], strict=True)
+        edges = np.searchsorted(self.stops, np.arange(0, len(self.columns), CHUNK), "right")
+        return pairwise([*np.unique(edges).tolist(), len(self.stops)])
 
     def before(self) -> Before:
         """What comes before the first shard of a sequence."""
@@ -159,8 +163,8 @@ class Selection:
 
     def _samples(self, shards: Numbers) -> tuple[Numbers, NDArray[np.int32]]:
         """The samples of shards that are not left out, and the place of each one's shard."""
-        sizes, kind = self.sizes[shards], position_type(self.columns)
-        shift = self.begins[shards] - (np.cumsum(sizes) - sizes)
+        sizes, kind = self.sizes(shards), position_type(self.columns)
+        shift = self.begins(shards) - (np.cumsum(sizes) - sizes)
         positions = np.arange(sizes.sum(), dtype=kind)
         positions += np.repeat(shift.astype(kind), sizes)
         places = np.repeat(np.arange(len(shards), dtype=np.int32), sizes)

@@ -168,14 +168,14 @@ class WindowedPlan(Sequence[PlannedBatch]):
         """[windows, shapes] how many samples are drawn, counted in the order of files, which is faster to read."""
         select, level, shapes = self._selection, self._level, int(self._shapes.max()) + 1
         counts = np.zeros(level.windows * shapes, np.int64)
-        of_entry = level.windows_of_entries()
-        for first, stop in select.chunks():
-            most = select.most[first:stop]
-            for copy in range(1 if level.copies is None else int(most.max())):
-                shards = first + np.flatnonzero(most > copy)
-                drawn = select.draws(shards, None if level.copies is None else np.full(len(shards), copy), None)
-                window = of_entry[level.first_entries[shards] + copy][drawn.places]
-                counts += np.bincount(window * shapes + self._shapes_of(drawn.positions), minlength=len(counts))
+        for copy in range(1 if level.copies is None else int(select.most.max())):
+            windows = level.windows_of(copy)
+            for first, stop in select.chunks():
+                shards = first + np.flatnonzero(select.most[first:stop] > copy)
+                copies = None if level.copies is None else np.full(len(shards), copy)
+                drawn = select.draws(shards, copies, None)
+                numbers = windows[shards][drawn.places] * shapes + self._shapes_of(drawn.positions)
+                counts += np.bincount(numbers, minlength=len(counts))
         return counts.reshape(-1, shapes)
 
     def _counts_in_sequence(self) -> NDArray[np.int64]:
@@ -270,54 +270,62 @@ class WindowedPlan(Sequence[PlannedBatch]):
 
 @dataclass(frozen=True)
 class _Level:
-    """The order of an epoch's shards, and the windows into which it is cut.
+    """The order of an epoch's shards, in which they may stand several times, and the windows into which it is cut.
 
     Attributes:
-        order: entries, in their order. An entry is a shard or, where shards stand several times, a copy of one.
-        shards: [entries] the shard of each, in this order.
-        first_entries: [shards] the number of each one's first entry.
-        copies: [entries] which copy of its shard each is, in this order; None if all stand once.
+        shards: their numbers, in this order.
+        copies: which copy of its shard each is; None if all stand once.
         edges: [windows + 1] where windows begin, and the last one ends, in this order.
     """
 
-    order: Numbers
     shards: Numbers
-    first_entries: Numbers
     copies: NDArray[np.int64] | None
     edges: NDArray[np.int64]
 
     @classmethod
     def of(cls, select: Selection, order: Order, block_size: int, window: int) -> _Level:
-        most, number = select.most, np.arange(len(select.begins))
+        most = select.most
         several = order == "shuffle" and int(most.max()) > 1
-        entries, first = (np.repeat(number, most), np.cumsum(most) - most) if several else (number, number)
-        places = np.arange(len(entries))
-        if order != "sequence":
-            raw = raw_bits(BLOCKS, select.seed, select.epoch, len(entries))
-            places = permutation(apart(raw, most if several else None))
-        shards = entries[places]
+        shards = np.arange(len(most)) if order == "sequence" else _by_chance(select, most if several else None)
+        copies = _numbered(shards) if several else None
         # A window is never cut within a block; otherwise a block is a shard.
         step = block_size if order == "blocks" else 1
-        sizes = select.sizes[shards] * (1 if several else most[shards])
+        sizes = select.sizes(shards) * (1 if several else most[shards])
         sizes = np.add.reduceat(sizes, np.arange(0, len(sizes), step))
         total = int(sizes.sum())
         windows = max(1, round(total / window))
         edges = np.append(starts((np.cumsum(sizes) - sizes) * windows // total) * step, len(shards))
-        kind = np.int32 if len(entries) < 2**31 else np.int64
-        copies = places - first[shards] if several else None
-        return cls(places.astype(kind), shards.astype(kind), first.astype(kind), copies, edges)
+        return cls(shards.astype(np.int32 if len(most) < 2**31 else np.int64), copies, edges)
 
     @property
     def windows(self) -> int:
         return len(self.edges) - 1
 
-    def windows_of_entries(self) -> NDArray[np.int64]:
-        """[entries] the window of each, by its number."""
-        windows = np.empty(len(self.order), np.int64)
-        windows[self.order] = np.repeat(np.arange(self.windows), np.diff(self.edges))
+    def windows_of(self, copy: int) -> NDArray[np.int32]:
+        """[shards] the window of a copy of each that has so many."""
+        windows = np.zeros(int(self.shards.max()) + 1, np.int32)
+        numbers = np.repeat(np.arange(self.windows, dtype=np.int32), np.diff(self.edges))
+        these = slice(None) if self.copies is None else self.copies == copy
+        windows[self.shards[these]] = numbers[these]
         return windows
 
     def of_window(self, number: int) -> tuple[Numbers, NDArray[np.int64] | None]:
         """The shards of a window, and which copies."""
         these = slice(self.edges[number], self.edges[number + 1])
         return self.shards[these], None if self.copies is None else self.copies[these]
+
+
+def _by_chance(select: Selection, times: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """The shards in an order by chance, or each so many times in it, far apart."""
+    count = len(select.stops) if times is None else int(times.sum())
+    order = permutation(apart(raw_bits(BLOCKS, select.seed, select.epoch, count), times))
+    return order if times is None else np.repeat(np.arange(len(times)), times)[order]
+
+
+def _numbered(shards: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each the number of equal ones before it."""
+    order = np.argsort(shards, kind="stable")
+    first = starts(shards[order])
+    numbers = np.empty(len(shards), np.int64)
+    numbers[order] = np.arange(len(shards)) - np.repeat(first, np.diff(first, append=len(shards)))
+    return numbers
