@@ -11,7 +11,6 @@ import shlex
 import statistics
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -219,8 +218,9 @@ def described(one: Mapping[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Of qie in this checkout, Python and the libraries that are measured with or beside."""
-    ours = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    found = {"qie": ours, "Python": sys.version.split()[0]}
+    from qie import __version__  # of this checkout, if none is installed: see above
+
+    found = {"qie": __version__, "Python": sys.version.split()[0]}
     for name in (*LIBRARIES, *OPTIONAL):
         try:
             found[name] = importlib.metadata.version(name)

@@ -1,4 +1,4 @@
-"""Scaling on paper: what 10⁴ to 10⁹ samples and 1 to 512 GPUs need, by arithmetic and a small simulation."""
+"""Scaling on paper: what 10⁴ to 10⁹ samples and 1 to 512 GPUs need, by arithmetic."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from many import SHARD_SIZE
 from measuring import figure
-from simulation import NODE, fetched
 from work import encoding, prompt_tokens, record_bytes, training
 
 from qie.shards.cache import PART_BYTES
 
+NODE = 8
+"""GPUs of a machine, a process each."""
 PEAK = 788e12
 """FLOP/s in bfloat16 that an H200 was seen to reach in large matrix products."""
 REACHED = 0.5
@@ -40,6 +41,12 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    @classmethod
+    def of(cls, key: str, lines: Sequence[Sequence[str]]) -> Table:
+        """Of a head and rows."""
+        head, *rows = map(tuple, lines)
+        return cls(key, head, tuple(rows))
+
     def __str__(self) -> str:
         lines = [self.head, ("---",) + ("---:",) * (len(self.head) - 1), *self.rows]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -48,7 +55,7 @@ class Table:
 def on_paper(curve: Sequence[Mapping[str, Any]], prices: Prices | None = None) -> list[Table]:
     """All tables, and a measured curve, if there is one."""
     tables = [measured(curve)] if curve else []
-    return [*tables, network(), shard_sizes(), copies(), costs(prices or Prices())]
+    return [*tables, network(), shard_sizes(), costs(prices or Prices())]
 
 
 def measured(curve: Sequence[Mapping[str, Any]]) -> Table:
@@ -134,23 +141,6 @@ def shard_sizes() -> Table:
             )
         )
     return Table("shards", head, tuple(rows))
-
-
-def copies() -> Table:
-    """Bytes that each machine fetches for a byte that it trains on, by how it reads: simulated."""
-    head = (
-        "GPUs",
-        "machines",
-        "ranges, any order",
-        "whole shards, blocks",
-        "shuffle, room for 10 %",
-        "shuffle, room for all",
-    )
-    rows = []
-    for gpus in (1, 8, 16, 64, 512):
-        found = [fetched("blocks", gpus, 0.1), fetched("shuffle", gpus, 0.1), fetched("shuffle", gpus, 1.0)]
-        rows.append((f"{gpus}", f"{-(-gpus // NODE)}", "1", *(figure(one) for one in found)))
-    return Table("copies", head, tuple(rows))
 
 
 def costs(prices: Prices) -> Table:

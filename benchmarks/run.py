@@ -42,6 +42,7 @@ SCRIPTS = {
         "sources.py": "--rows 1000000 --runs 2",
         "plan.py": "--samples 1000000 --shapes 40 --runs 3",
         "scaling.py": "--own 1000000 --runs 3",
+        "simulate.py": "",
     },
     "gpu": {"gpu.py": "--minutes 25 --out FILE"},
 }

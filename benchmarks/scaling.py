@@ -14,7 +14,7 @@ own:     opening from each shard's own index instead, up to so many samples. Pee
 mapped:  opening and planning so many samples of a compacted index without shards.
 follow:  CPU time to take in so many shards of 64 samples, each when it is published, and to plan what can be planned;
          no sample is read.
-work:    on paper, of 10⁴ to 10⁹ samples and of 1 to 512 GPUs, and a simulation of local copies with the real plan.
+work:    on paper, of 10⁴ to 10⁹ samples and of 1 to 512 GPUs; `simulate.py` simulates them.
 """
 
 from __future__ import annotations

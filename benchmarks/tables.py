@@ -199,10 +199,11 @@ def render(data: Mapping[str, Any], planned: Mapping[str, Mapping[str, str]]) ->
 
 
 def scaling_page(data: Mapping[str, Any]) -> str:
-    from paper import on_paper  # which counts models, and is not needed where only numbers are compared
+    from paper import Table, on_paper  # which counts models, and is not needed where only numbers are compared
 
     run = data["cpu"].get("scaling.py")
     page = SCALING.read_text(encoding="utf-8")
     for table in on_paper(run["curve"] if run else []):
         page = filled(page, table.key, str(table))
-    return page
+    simulated = data["cpu"].get("simulate.py")
+    return filled(page, "simulated", str(Table.of("simulated", simulated["simulated"])) if simulated else NOT_YET)

@@ -184,6 +184,36 @@ def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scaling.followed(tmp_path / "followed", 5).key == "follow 5"
 
 
+def test_what_is_simulated_waits_when_a_store_or_encoders_are_slower_than_steps() -> None:
+    """As arithmetic says: a store that carries four fifths of what steps ask for is waited for a fifth of the time."""
+    simulate = script("simulate.py")
+    step = simulate.training(1024, checkpointing=True)
+    asked_s = 16 * simulate.SAMPLE_BYTES / ((step.model + step.recomputed) / simulate.PEAK)
+
+    def found(order: str = "shuffle", load: float = 0.1, **more: float):
+        run = simulate.Run("", 16 * 512, 16, order, steps=512, store_gbit=asked_s / load / 125e6, **more)
+        return simulate.simulated(run, 0.02, 10 * asked_s)
+
+    plenty, scarce = found(), found(load=1.25)
+    assert plenty.waiting == 0 and plenty.fetched == scarce.fetched == 1
+    assert scarce.waiting == pytest.approx(0.2, abs=0.01)
+    share = simulate.encoding(1024).ours / (step.model + step.recomputed)
+    slow = found("sequence", encoders=1)
+    assert slow.waiting == pytest.approx(max(0, 1 - 1 / (16 * share)), abs=0.02)
+
+
+def test_simulated_machines_with_local_copies_fetch_each_shard_once_each() -> None:
+    simulate = script("simulate.py")
+
+    def fetched(gpus: int, order: str, room: float) -> float:
+        run = simulate.Run("", 64 * 64, gpus, order, room=room, steps=64 * 64 // gpus)
+        return simulate.simulated(run, 0.02, 1e12).fetched
+
+    assert fetched(8, "blocks", 0.5) == fetched(8, "shuffle", 1) == 1
+    assert fetched(16, "blocks", 0.5) == 2
+    assert 20 < fetched(8, "shuffle", 0.1) < 64
+
+
 def test_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = script("pipeline.py")
     monkeypatch.setattr(pipeline, "SLEEP_S", 0.001)
