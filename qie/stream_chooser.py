@@ -483,8 +483,21 @@ class _Opening:
     ) -> Stream:
         """This process's part of the batches."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        prefetch = self.config.data.prefetch
-        return Stream(samples, plans, rank, world_size, prefetch, threads, accepted=accepted, kept=kept)
+        prefetch, excluded = self.config.data.prefetch, self._excluded(samples)
+        return Stream(
+            samples, plans, rank, world_size, prefetch, threads, accepted=accepted, kept=kept, excluded=excluded
+        )
+
+    def _excluded(self, samples: Samples) -> frozenset[bytes]:
+        """The keys that are left out: in all processes those that the first has read. A list may change meanwhile."""
+        excluded = samples.excluded
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import gather_object
+
+            excluded = gather_object([excluded])[0]
+        if excluded:
+            self.telling.say(f"the exclude list beside the shards leaves out {len(excluded)} keys")
+        return excluded
 
 
 def keep_of(config: Config, gpu: torch.device) -> Keep | None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from weakref import finalize
 
 import numpy as np
@@ -26,6 +27,7 @@ from qie.errors import QieError, UsageError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.discovery import published, rows_of
+from qie.shards.excluded import excluded_keys
 from qie.shards.index import Skipped, shard_stem
 from qie.shards.reader import Tar
 from qie.shards.sample_table import Columns
@@ -130,6 +132,11 @@ class GrowingSamples:
     @property
     def skipped(self) -> list[Skipped]:
         return self._there.skipped
+
+    @cached_property
+    def excluded(self) -> frozenset[bytes]:
+        """Keys on the folder's exclude list, as it was when this was first asked for."""
+        return excluded_keys([self.folder])
 
     @property
     def masked(self) -> bool:

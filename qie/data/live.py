@@ -162,6 +162,11 @@ class LiveSamples:
     def skipped(self) -> Sequence[Skipped]:
         return self.known.skipped
 
+    @property
+    def excluded(self) -> frozenset[bytes]:
+        """What the shards' lists leave out, wherever its samples would come from."""
+        return self.stored.excluded if self.stored else frozenset()
+
     @cached_property
     def lacking(self) -> tuple[int, ...]:
         """The rows of samples that no shard holds."""

@@ -10,7 +10,7 @@ own shuffles use them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -58,6 +58,22 @@ class PlannedBatch:
         assert not over, f"{len(self.positions)} samples for {world_size} processes"
         mine = slice(rank * share, (rank + 1) * share)
         return PlannedBatch(self.positions[mine], self.weights[mine])
+
+    def without(self, excluded: Callable[[int], bool]) -> PlannedBatch:
+        """The same global batch without some samples: each one's place is filled by the real sample before it, with
+        weight 0, or by the first one. Nothing where no real sample is left."""
+        out = [excluded(position) for position in self.positions]
+        if not any(out):
+            return self
+        real = [weight > 0 and not gone for weight, gone in zip(self.weights, out, strict=True)]
+        if not any(real):
+            return PlannedBatch((), ())
+        filler, positions = self.positions[real.index(True)], []
+        for position, mine, gone in zip(self.positions, real, out, strict=True):
+            filler = position if mine else filler
+            positions.append(filler if gone else position)
+        weight = len(real) / sum(real)
+        return PlannedBatch(tuple(positions), tuple(weight if mine else 0.0 for mine in real))
 
 
 @dataclass(frozen=True, eq=False)

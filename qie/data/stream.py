@@ -28,13 +28,16 @@ from qie.data.windows import WindowedPlan
 from qie.errors import UsageError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
+from qie.shards.excluded import EXCLUDED_NAME, positions_of
 from qie.shards.index import Skipped
 from qie.shards.reader import Tar
-from qie.shards.sample_table import CHUNK, Columns
+from qie.shards.sample_table import Columns
 from qie.threads import Threads, submit
 from qie.types import Batch, Sample
 
 _END = PlannedBatch((), ())
+EMPTY_EPOCHS = 100
+"""After so many epochs without a sample that is not excluded, none is expected any more."""
 REQUESTS = 16
 """Samples of a stream that are asked of a store at once: they fill a link of 1 GB/s at 160 ms for 10 MB each."""
 
@@ -59,6 +62,10 @@ class Samples(Protocol):
     @property
     def skipped(self) -> Sequence[Skipped]:
         """Rows that are not among the samples, with reasons."""
+
+    @property
+    def excluded(self) -> frozenset[bytes]:
+        """Keys, 32 bytes each, of samples that are left out of the batches of a plan that is made of all."""
 
     @property
     def masked(self) -> bool:
@@ -194,6 +201,7 @@ class Stream(IterableDataset[Batch]):
         pinned: batches are in page-locked memory; by default when there is a GPU.
         accepted: how the recipe of the samples differs from the configuration's, which its owner accepts; for reports.
         kept: keeps samples in memory after their first use; None reads them again.
+        excluded: keys of samples that are left out; None for what `samples` says. All processes need the same.
     """
 
     samples: Samples
@@ -205,6 +213,7 @@ class Stream(IterableDataset[Batch]):
     pinned: bool = field(default_factory=torch.cuda.is_available)
     accepted: tuple[str, ...] = ()
     kept: KeptSamples | None = None
+    excluded: frozenset[bytes] | None = None
     epoch: int = field(default=0, init=False)
     position: int = field(default=0, init=False)
 
@@ -213,6 +222,8 @@ class Stream(IterableDataset[Batch]):
             raise UsageError("threads is too small", expected="at least 1", found=self.threads)
         require_rank(self.rank, self.world_size)
         assert self.plans.global_batch_size % self.world_size == 0
+        if self.excluded is None:
+            self.excluded = self.samples.excluded
 
     @classmethod
     def over(
@@ -249,11 +260,11 @@ class Stream(IterableDataset[Batch]):
         return self.plans.held_out
 
     def __len__(self) -> int:
-        """Batches of the current epoch."""
+        """Batches of the current epoch's plan. One whose samples are all excluded is not yielded."""
         return len(self.plan)
 
     def count(self, epochs: int) -> int:
-        """Batches of the first so many epochs, of samples that are all known; nothing is planned."""
+        """Batches of the first so many epochs' plans, of samples that are all known; nothing is planned."""
         return self.plans.settings.count(self.samples.columns, epochs, self.held_out)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -273,6 +284,7 @@ class Stream(IterableDataset[Batch]):
                 "a stream cannot be used in DataLoader workers: each would yield every batch",
                 hint="set num_workers=0: the stream itself prepares batches ahead",
             )
+        self._pass_empty()
         # The inner one ends first: batches that are being prepared get what they asked for.
         with (
             ThreadPoolExecutor(REQUESTS, thread_name_prefix="qie-request") as requests,
@@ -299,7 +311,7 @@ class Stream(IterableDataset[Batch]):
                         yield batch
                     elif ended:
                         return
-                    else:
+                    elif not self._pass_empty():
                         self.plans.wait()
             finally:
                 loads.stop()
@@ -343,7 +355,7 @@ class Stream(IterableDataset[Batch]):
 
     def validation_batches(self) -> list[PlannedBatch]:
         """The rows that are kept out, each as it is (not its further variants), one per batch, by their keys."""
-        return [PlannedBatch((position,), (1.0,)) for position in self.plans.validation]
+        return [PlannedBatch((one,), (1.0,)) for one in self.plans.validation if not self._is_excluded(one)]
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream: two integers, and the identity of the plans that they are valid for."""
@@ -375,7 +387,8 @@ class Stream(IterableDataset[Batch]):
         while True:
             plan = self.plans.of(epoch)
             if start < len(plan):
-                yield plan[start].slice(self.rank, self.world_size)
+                if planned := self._without_excluded(plan[start]):
+                    yield planned.slice(self.rank, self.world_size)
                 start += 1
             elif not self.plans.whole:
                 if not self.plans.grow():
@@ -388,9 +401,46 @@ class Stream(IterableDataset[Batch]):
                 return
 
     def _advance(self) -> None:
+        self._pass_empty()  # those before the batch that is yielded
         self.position += 1
+        if self.excluded:  # and those behind it, so that an epoch ends with its last batch
+            while self.position < len(self.plan) and not self._without_excluded(self.plan[self.position]):
+                self.position += 1
         if self.plans.whole and self.position >= len(self.plan):
             self.epoch, self.position = self.epoch + 1, 0
+
+    def _pass_empty(self) -> bool:
+        """Go on to the next batch that has a sample which is not excluded; whether that is another one.
+
+        Raises:
+            UsageError: there is none.
+        """
+        before = self.epoch, self.position
+        while self.excluded and self.epoch - before[0] <= EMPTY_EPOCHS:
+            if self.position < len(self.plan):
+                if self._without_excluded(self.plan[self.position]):
+                    break
+                self.position += 1
+            elif self.plans.whole:
+                self.epoch, self.position = self.epoch + 1, 0
+            else:
+                break
+        if self.epoch - before[0] > EMPTY_EPOCHS:
+            raise UsageError(
+                "all samples of all batches are excluded",
+                expected=f"a sample that {EXCLUDED_NAME} leaves in",
+                found=f"{len(self.excluded or ())} keys on the list",
+                hint="take some from the list with qie-stats --include",
+            )
+        return before != (self.epoch, self.position)
+
+    def _without_excluded(self, planned: PlannedBatch) -> PlannedBatch | None:
+        """A global batch without excluded samples; None if nothing is left of it."""
+        left = planned.without(self._is_excluded) if self.excluded else planned
+        return left if left.positions else None
+
+    def _is_excluded(self, position: int) -> bool:
+        return bool(self.excluded) and self.samples.digests[position].tobytes() in (self.excluded or ())
 
 
 def require_rank(rank: int, world_size: int) -> None:
@@ -404,15 +454,5 @@ def short_hash(digests: np.ndarray) -> str:
 
 def _with_equals(positions: NDArray[np.int64], digests: NDArray[np.uint8]) -> NDArray[np.int64]:
     """With the samples that are kept out, what equals one of them: a variant of a row of other content may."""
-    kept_out = {bytes(digest) for digest in digests[positions]}
-    heads, found = _heads(digests[positions]), [positions]
-    for start in range(0, len(digests), CHUNK) if kept_out else ():
-        # "sort": the other way takes the difference of the largest and the smallest, which NumPy 2.0 lets overflow.
-        alike = start + np.flatnonzero(np.isin(_heads(digests[start : start + CHUNK]), heads, kind="sort"))
-        found.append(alike[[bytes(digests[position]) in kept_out for position in alike.tolist()]])
-    return np.unique(np.concatenate(found))
-
-
-def _heads(digests: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """The first eight bytes of each."""
-    return np.ascontiguousarray(digests[:, :8]).view(np.uint64).ravel()
+    kept_out = {digest.tobytes() for digest in digests[positions]}
+    return np.unique(np.concatenate([positions, positions_of(digests, kept_out)]))

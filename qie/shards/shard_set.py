@@ -25,6 +25,7 @@ from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.compact_index import COMPACT_NAME, Compact, CompactShard, ManifestFolder, read_compact, write_compact
 from qie.shards.discovery import find_indexes, index_names, rows_of
+from qie.shards.excluded import excluded_keys
 from qie.shards.hashes import NONE, missed
 from qie.shards.index import Entry, Skipped
 from qie.shards.reader import Shard, Tar, checked_sample
@@ -163,6 +164,12 @@ class ShardSet:
     def skipped(self) -> list[Skipped]:
         """Rows that are not among the samples."""
         return [gone for part in self._parts for gone in part.skipped()]
+
+    @cached_property
+    def excluded(self) -> frozenset[bytes]:
+        """Keys on the exclude lists beside the shards, as they were when this was first asked for."""
+        folders = {part.tars[0].file.folder.url: part.tars[0].file.folder for part in self._parts if len(part.tars)}
+        return excluded_keys(folders.values())
 
     @property
     def digests(self) -> NDArray[np.uint8]:

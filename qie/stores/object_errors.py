@@ -20,6 +20,7 @@ CREDENTIALS = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY; "
     "AZURE_SKIP_SIGNATURE=true for a public container",
 }
+DENIED = "the store denies access"
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _NO_ACCESS = ("PermissionDeniedError", "UnauthenticatedError")
 # A store that answers with one of these will answer so again.
@@ -65,7 +66,7 @@ def store_error(error: Exception, url: str) -> StoreError:
     if no_bucket(error):
         what, hint = "no such bucket", "correct the bucket's name, or create the bucket"
     elif type(error).__name__ in _NO_ACCESS or status(error) in (401, 403) or "credential" in str(error):
-        what, hint = "the store denies access", CREDENTIALS.get(scheme, "ask for a URL that needs no login")
+        what, hint = DENIED, CREDENTIALS.get(scheme, "ask for a URL that needs no login")
     elif f"{NOWHERE}," in str(error):
         what, hint = (
             "the store redirects to another host, which qie does not follow",

@@ -26,6 +26,7 @@ from qie.data.shared_tier import SharedTier
 from qie.data.sources import open_source
 from qie.errors import QieError, RecipeMismatchError, UsageError
 from qie.precompute import precompute
+from qie.shards.excluded import EXCLUDED_NAME
 from qie.shards.shard_set import ShardSet, compact_folder
 from qie.stores import LocalFolder, disk
 from qie.stream_chooser import Choice, Telling, choose, open_training_stream
@@ -151,7 +152,8 @@ def test_a_named_index_gives_the_stream_that_its_folder_gives_and_lists_nothing(
 def test_with_several_processes_the_first_tells_the_others_of_shards_that_are_written(
     tmp_path: Path, shards: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: ["one name for all"])
+    name = "one name for all"
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [name] if isinstance(mine[0], str) else mine)
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", HashStore().clone)
     config = config_of(tmp_path, settings)
     pretrained = qie.open_pretrained(config.model.pretrained_model_name_or_path, components=("transformer",))
@@ -164,6 +166,31 @@ def test_with_several_processes_the_first_tells_the_others_of_shards_that_are_wr
     assert announcements(0, 1) is None
     first, other = (announcements(rank, 2) for rank in range(2))
     assert first and first.first and other and not other.first and other.ended
+
+
+def test_with_several_processes_the_exclude_list_that_the_first_has_read_counts(
+    tmp_path: Path, shards: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = ShardSet.open(shards).keys
+    first, later = (frozenset([bytes.fromhex(key)]) for key in known[:2])
+    (shards / EXCLUDED_NAME).write_text(f"{known[1]}\n")
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [first, *mine])
+    config = config_of(tmp_path, settings | {"data.source": None})
+    pretrained = qie.open_pretrained(config.model.pretrained_model_name_or_path, components=("transformer",))
+    with open_training_stream(config, pretrained, process(1, 2)) as stream:
+        assert (stream.samples.excluded, stream.excluded) == (later, first)
+
+
+def test_a_row_whose_key_is_on_the_shards_list_is_not_trained_on_though_its_source_has_it(
+    tmp_path: Path, shards: Path, settings: dict[str, Any]
+) -> None:
+    gone = ShardSet.open(shards).keys[3]
+    (shards / "00000000-00000005.json").unlink()  # its row would be encoded live
+    (shards / EXCLUDED_NAME).write_text(f"{gone}\n")
+    stream, said = opened(tmp_path, settings)
+    assert gone in stream.samples.keys
+    assert gone not in {key for batch in stream for key in batch.keys}
+    assert any("leaves out 1 keys" in line for line in said)
 
 
 def process(rank: int, processes: int) -> Any:
