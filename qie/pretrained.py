@@ -186,6 +186,18 @@ def open_pretrained(
     return pretrained
 
 
+def find_cached(name: str) -> Path | None:
+    """The folder of a model on the Hub, as far as it has been downloaded; None if it has not."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["model_index.json"], local_files_only=True))
+    except (HFValidationError, OSError):  # among these: not in the cache
+        return None
+    return folder if (folder / "model_index.json").is_file() else None
+
+
 def find_vae(place: str, *, weights: bool = True) -> Path:
     """The folder of a VAE: `place` itself, the `vae` of the model that is there, or either of them on the Hub.
 

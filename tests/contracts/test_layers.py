@@ -19,7 +19,7 @@ LAYERS = [
     ["precompute", "training"],
     ["inference", "stats"],
     ["from_config", "html_report"],
-    ["stream_chooser"],
+    ["stream_chooser", "doctor"],
     ["legacy"],
     ["cli"],
     ["__main__"],
