@@ -16,7 +16,7 @@ import torch
 
 from qie.config import AdapterConfig, Config, required
 from qie.data.live import RowEncoder
-from qie.data.sources import Source, SourceSpec, open_source
+from qie.data.sources import Layout, Names, Source, SourceSpec, open_laid_out, with_concepts
 from qie.data.variants import Variants
 from qie.devices import resolve_device, resolve_dtype
 from qie.errors import QieError, RowError, UsageError
@@ -28,6 +28,7 @@ from qie.stages import Stages, quick_turns
 from qie.stores import Folder
 
 if TYPE_CHECKING:
+    from qie.config.schema import ColumnsConfig
     from qie.encode import Encoder
     from qie.inference import Predictor
     from qie.inference.sample_images import SampleImages
@@ -147,11 +148,33 @@ def open_rows(config: Config, expected: str = "rows") -> Source:
         ConfigError: it is not set; says what is `expected`.
         SourceError: it cannot be opened.
     """
-    source, text_to_image = config.data.source, _takes_text_alone(config)
-    if isinstance(source, list):
-        specs = [SourceSpec(part.source, part.name, part.weight) for part in source]
-        return open_source(specs, text_to_image=text_to_image)
-    return open_source(required(source, "data.source", expected), text_to_image=text_to_image)
+    data = config.data
+    source = data.source if isinstance(data.source, list) else required(data.source, "data.source", expected)
+    layout = Layout.of(data.preset, _names(data.columns), data.root, text_to_image=_takes_text_alone(config))
+    return open_laid_out(source if isinstance(source, str) else source_specs(config), layout)
+
+
+def source_specs(config: Config) -> list[SourceSpec]:
+    """The sources of a mixture in data.source, with their weights; none for a source alone.
+
+    A folder of kohya's is a mixture of its N_concept folders. Raises SourceError when it is not there.
+    """
+    data = config.data
+    layout = Layout.of(data.preset, _names(data.columns), data.root)
+    if isinstance(data.source, list):
+        specs = [
+            SourceSpec(part.source, part.name, part.weight, part.preset, _names(part.columns), part.root)
+            for part in data.source
+        ]
+        return with_concepts(specs, layout)
+    alone = [SourceSpec(data.source)] if data.source else []
+    concepts = with_concepts(alone, layout)
+    return [] if concepts == alone else concepts
+
+
+def _names(columns: ColumnsConfig) -> Names:
+    controls = None if columns.controls is None else tuple(columns.controls)
+    return Names(columns.target, controls, columns.prompt, columns.mask, columns.name)
 
 
 def _takes_text_alone(config: Config) -> bool:

@@ -20,12 +20,12 @@ from qie.data.follow import GrowingPlans, GrowingSamples
 from qie.data.kept_samples import Keep, KeptSamples
 from qie.data.live import LiveSamples, RowEncoder, RowFacts, look_at_rows
 from qie.data.plan_settings import PlanSettings
-from qie.data.sources import Source, SourceSpec
+from qie.data.sources import Source
 from qie.data.stream import FixedPlans, Plans, Samples, Stream
 from qie.errors import QieError, RecipeMismatchError, ShardError, SourceError, UsageError
 from qie.families import FAMILIES
 from qie.file_hashes import bytes_to_hash
-from qie.from_config import LaterEncoder, open_encoder, open_rows, variants
+from qie.from_config import LaterEncoder, open_encoder, open_rows, source_specs, variants
 from qie.paths import local_path
 from qie.pretrained import PretrainedModel, content_files
 from qie.quantities import human_bytes
@@ -466,7 +466,6 @@ class _Opening:
 
     def _plan_settings(self) -> PlanSettings:
         data = self.config.data
-        sources = data.source if isinstance(data.source, list) else []
         return PlanSettings(
             data.batch_size * self.accelerator.num_processes,
             self.config.train.seed,
@@ -474,7 +473,7 @@ class _Opening:
             data.order,
             data.block_size,
             data.similar_lengths,
-            {SourceSpec(part.source, part.name).title: part.weight for part in sources},
+            {spec.title: spec.weight for spec in source_specs(self.config)},
             self.config.validation.rows,
         )
 

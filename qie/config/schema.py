@@ -131,8 +131,23 @@ def _colour(text: str) -> str:
     return text
 
 
+class ColumnsConfig(Section):
+    """What parts of a row are called: columns of a table, or folders in a folder. null: qie finds it by its names."""
+
+    target: str | None = Field(None, min_length=1, description="The edited image, which is learnt.")
+    controls: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None, description="The images to edit, in order; []: none, which is text-to-image."
+    )
+    prompt: str | None = Field(None, min_length=1, description="The instruction, or a list of captions.")
+    mask: str | None = Field(None, min_length=1, description="The mask.")
+    name: str | None = Field(None, min_length=1, description="A column of the rows' names, each once.")
+
+
+PresetName = Literal["musubi", "ai_toolkit", "kohya", "instruct_pix2pix", "magicbrush", "omniedit"]
+
+
 class SourceConfig(Section):
-    """One of several sources."""
+    """One of several sources. Its preset, columns and root take the place of those of section data."""
 
     source: Place = Field(description="Rows: anything that qie.open_source understands.")
     name: str | None = Field(None, description="Name in messages and indexes; default: the last part of the path.")
@@ -142,6 +157,9 @@ class SourceConfig(Section):
         le=1000,
         description="How often training draws these rows, relative to those of the other sources.",
     )
+    preset: PresetName | None = Field(None, description="As data.preset, for this source.")
+    columns: ColumnsConfig = ColumnsConfig()
+    root: Place | None = Field(None, description="As data.root, for this source.")
 
 
 class AugmentConfig(Section):
@@ -158,6 +176,15 @@ class DataConfig(Section):
         None,
         description="Rows for qie-precompute and for live encoding: anything that qie.open_source understands, "
         "or several of them.",
+    )
+    preset: PresetName | None = Field(
+        None, description="Names of columns or folders as another tool or dataset has them; null: qie's own."
+    )
+    columns: ColumnsConfig = ColumnsConfig()
+    root: Place | None = Field(
+        None,
+        description="Folder or URL that paths in a table begin at, and that absolute ones lie in; null: the table's "
+        "folder.",
     )
     batch_size: BatchSize = Field(1, description="Batch size per process.")
     tail: Literal["pad", "drop"] = Field("pad", description="Pad or drop the last, incomplete batch of each shape.")

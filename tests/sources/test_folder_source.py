@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from qie.data.sources import Source, open_source
-from qie.data.sources.folder import CONTROL_FOLDERS, TARGET_FOLDERS, FolderSource
+from qie.data.sources.folder import FolderSource
+from qie.data.sources.folder_names import CONTROL_FOLDERS, TARGET_FOLDERS
 from qie.errors import RowError, SourceError
 from qie.image_formats import IMAGE_SUFFIXES
 from qie.stores import disk
@@ -307,6 +308,6 @@ def test_reading_a_row_does_not_look_at_the_others(folder: Folder) -> None:
 
     folder.add("controls/a_control_1.png")
     source = folder.open()
-    for side in (source.targets, source.controls):
+    for side in (source.targets, *source.controls):
         object.__setattr__(side, "endings", Names(side.endings))
     assert len(source.read(0).controls) == 2

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from qie.data.sources.layouts import DEFAULT, PRESETS, Layout, Names, fitting_preset
 from qie.data.sources.resolve import named_bytes, readable
 from qie.data.sources.source import TEXT_TO_IMAGE
 from qie.errors import RowError, SourceError
@@ -57,7 +58,7 @@ class Roles:
         prompt_list: a column of several captions.
         mask: the mask.
         name: what the owner calls the row.
-        text_to_image: a row may have no control.
+        layout: what the owner says of it.
     """
 
     target: str | None
@@ -68,7 +69,12 @@ class Roles:
     prompt_list: str | None
     mask: str | None
     name: str | None
-    text_to_image: bool = False
+    layout: Layout = DEFAULT
+
+    @property
+    def text_to_image(self) -> bool:
+        """A row may have no control."""
+        return self.layout.text_to_image
 
     def used(self) -> list[str]:
         """The columns that are read."""
@@ -78,59 +84,124 @@ class Roles:
 
     def missing(self) -> dict[str, tuple[str, ...]]:
         """The roles that no column has, and the names they go by."""
+        names = self.layout.columns
+        prompts = (names.prompt,) if names.prompt else (*PROMPT, *PROMPT_LIST)
         absent = {
-            "target image": None if self.target else TARGET,
-            "control image": None if self.control or self.text_to_image else CONTROL,
-            "prompt": None if self.prompt or self.prompt_list else (*PROMPT, *PROMPT_LIST),
+            "target image": None if self.target else (names.target,) if names.target else TARGET,
+            "control image": None if self.control or self.text_to_image else names.controls or CONTROL,
+            "prompt": None if self.prompt or self.prompt_list else prompts,
         }
         return {role: names for role, names in absent.items() if names}
 
 
 @lru_cache(maxsize=256)
-def roles_of(columns: tuple[str, ...], text_to_image: bool = False) -> Roles:
+def roles_of(columns: tuple[str, ...], layout: Layout = DEFAULT) -> Roles:
     """The roles of columns. Raises ValueError when two columns have one name but for case and outer space."""
     known: dict[str, str] = {}
+    names = layout.columns
+    given = {name.strip().lower() for name in names.given()}
     for column in columns:
         folded = column.strip().lower()
-        if folded in known and _is_understood(folded):
+        if folded in known and (folded in given or _is_understood(folded)):
             raise ValueError(f"{known[folded]!r} and {column!r}")
         known.setdefault(folded, column)
-    control, prompt, prompt_list = (_first(known, names) for names in (CONTROL, PROMPT, PROMPT_LIST))
-    more_prompts = _numbered(known, prompt) if prompt else ()
-    if prompt is None and prompt_list is None and (first := _first(known, (f"{name}_1" for name in PROMPT))):
-        prompt, more_prompts = first, tuple((n - 1, column) for n, column in _numbered(known, first[:-2]) if n != 1)
+    control, more_controls = _controls(known, names)
+    prompt, more_prompts, prompt_list = _prompts(known, names)
     return Roles(
-        target=_column(known, _first(known, TARGET)),
+        target=_column(known, _named(known, names.target, TARGET)),
         control=_column(known, control),
-        more_controls=_numbered(known, control) if control else (),
+        more_controls=more_controls,
         prompt=_column(known, prompt),
         more_prompts=more_prompts,
         prompt_list=_column(known, prompt_list),
-        mask=_column(known, _first(known, MASK)),
-        name=_column(known, _first(known, NAME)),
-        text_to_image=text_to_image,
+        mask=_column(known, _named(known, names.mask, MASK)),
+        name=_column(known, _named(known, names.name, NAME)),
+        layout=layout,
     )
 
 
-def checked_roles(
-    columns: Iterable[str], where: object, hint: str | None = None, *, text_to_image: bool = False
-) -> Roles:
-    """The roles of a table's columns. Raises SourceError when a required one is missing or two are the same."""
+def _controls(known: dict[str, str], names: Names) -> tuple[str | None, tuple[tuple[int, str], ...]]:
+    """The first control's column, and the numbered further ones."""
+    if names.controls is None:
+        control = _first(known, CONTROL)
+        return control, _numbered(known, control) if control else ()
+    given = [name.strip().lower() for name in names.controls]
+    if names.numbered and given[0] not in known:
+        numbered = _numbered(known, given[0])  # name_0, name_1 …: the first number is the first control's
+        first = next((column.strip().lower() for number, column in numbered if number == 0), None)
+        return first, tuple((number, column) for number, column in numbered if number)
+    further = [(number, known[name]) for number, name in enumerate(given[1:], 1) if name in known]
+    return given[0] if given and given[0] in known else None, tuple(further)
+
+
+def _prompts(known: dict[str, str], names: Names) -> tuple[str | None, tuple[tuple[int, str], ...], str | None]:
+    """The prompt's column, the numbered further ones, and that of several captions, which a named one may hold."""
+    if names.prompt is not None:
+        return None, (), _named(known, names.prompt, ())
+    prompt, prompt_list = _first(known, PROMPT), _first(known, PROMPT_LIST)
+    more = _numbered(known, prompt) if prompt else ()
+    if prompt is None and prompt_list is None and (first := _first(known, (f"{name}_1" for name in PROMPT))):
+        prompt, more = first, tuple((n - 1, column) for n, column in _numbered(known, first[:-2]) if n != 1)
+    return prompt, more, prompt_list
+
+
+def checked_roles(columns: Iterable[str], where: object, hint: str | None = None, *, layout: Layout = DEFAULT) -> Roles:
+    """The roles of a table's columns.
+
+    Raises SourceError when required ones or named ones are missing, all in one, or when two columns are the same.
+    """
     columns = tuple(columns)
     try:
-        roles = roles_of(columns, text_to_image)
+        roles = roles_of(columns, layout)
     except ValueError as error:
         raise SourceError("two columns have the same name", where=where, found=str(error)) from error
-    for role, names in roles.missing().items():
-        raise SourceError(
-            f"no column holds the {role}",
-            where=where,
-            expected="one of " + ", ".join(names),
-            found=", ".join(columns[:20]) + (f", … ({len(columns)} columns)" if len(columns) > 20 else "")
-            or "no columns",
-            hint=hint or f"rename a column{TEXT_TO_IMAGE if names is CONTROL else ''}",
-        )
-    return roles
+    missing = roles.missing()
+    absent = _absent(columns, layout, missing)
+    unnamed = layout.text_to_image and roles.control is None and layout == Layout(text_to_image=True)
+    preset = None if layout.preset else fitting_preset(columns)
+    if unnamed and preset and not missing:  # rows that have controls would be taken for text-to-image
+        missing = {"control image": CONTROL}
+    if not missing and not absent:
+        return roles
+    words = [f"no column holds the {' or the '.join(missing)}"] if missing else []
+    words += [f"there is no column {' or '.join(absent)}"] if absent else []
+    several = len(missing) > 1
+    expected = [f"{role}: {_one_of(names)}" if several else _one_of(names) for role, names in missing.items()]
+    raise SourceError(
+        "; ".join(words),
+        where=where,
+        expected="\n".join(expected) or ", ".join(absent),
+        found=", ".join(columns[:20]) + (f", … ({len(columns)} columns)" if len(columns) > 20 else "") or "no columns",
+        hint=_advice(preset, hint, "control image" in missing),
+    )
+
+
+def _absent(columns: tuple[str, ...], layout: Layout, missing: Mapping[str, object]) -> list[str]:
+    """The columns that the owner named and that are not there, of roles that are not missing as a whole."""
+    known = {column.strip().lower() for column in columns}
+    given = layout.names.given().items()
+    return [name for name, role in given if name.strip().lower() not in known and role not in missing]
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return ("one of " if len(names) > 1 else "") + ", ".join(names)
+
+
+def _advice(preset: str | None, hint: str | None, controls: bool) -> str:
+    if preset:
+        return f"this looks like {PRESETS[preset].title}: set data.preset: {preset}"
+    return hint or (
+        "rename a column, or name it, for example data.columns: {target: edited, controls: [source], prompt: text}"
+        + (TEXT_TO_IMAGE if controls else "")
+    )
+
+
+def _named(known: dict[str, str], given: str | None, names: Iterable[str]) -> str | None:
+    """A role's column: the one that the owner names, or else one of qie's own names."""
+    if given is None:
+        return _first(known, names)
+    folded = given.strip().lower()
+    return folded if folded in known else None
 
 
 def _first(known: dict[str, str], names: Iterable[str]) -> str | None:
@@ -198,6 +269,15 @@ class Cells:
         value = self.values.get(self.roles.name) if self.roles.name else None
         given = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
         return readable(str(value)) if given else otherwise
+
+    def paths(self) -> list[str]:
+        """The paths and URLs of its images, as they are written."""
+        roles = self.roles
+        columns = (roles.target, roles.control, *(column for _, column in roles.more_controls), roles.mask)
+        cells = [self.values.get(column) for column in columns if column]
+        flat = [one for cell in cells for one in (cell if isinstance(cell, list) else [cell])]
+        texts = [one.get("path") if isinstance(one, dict) and one.get("bytes") is None else one for one in flat]
+        return [text for text in texts if isinstance(text, str) and text and text[:5].lower() != "data:"]
 
     def _controls(self) -> tuple[bytes, ...]:
         further, control = self._numbered(self.roles.more_controls, "controls"), self.roles.control

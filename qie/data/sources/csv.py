@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from qie.data.sources.cells import Cells, Roles, checked_roles
+from qie.data.sources.layouts import DEFAULT, Layout
 from qie.data.sources.lines import Lines, TextRows, wide_fields
-from qie.data.sources.resolve import source_size
+from qie.data.sources.resolve import image_roots, source_size
 from qie.errors import RowError, SourceError
 from qie.stores import File
 from qie.types import Row
@@ -27,7 +28,7 @@ class CsvSource:
     roles: Roles
 
     @classmethod
-    def open(cls, file: File, *, text_to_image: bool = False) -> CsvSource:
+    def open(cls, file: File, layout: Layout = DEFAULT) -> CsvSource:
         """Note where the rows start.
 
         Raises:
@@ -40,7 +41,7 @@ class CsvSource:
             text = Lines(stream, file)
             records = _records(text, file)
             header = _header(next(records, None), file)
-            roles = checked_roles(header, file, _divided_otherwise(header), text_to_image=text_to_image)
+            roles = checked_roles(header, file, _divided_otherwise(header), layout=layout)
             name = header.index(roles.name) if roles.name else len(header)
             for start, line, cells in records:
                 starts.append(start)
@@ -63,15 +64,16 @@ class CsvSource:
         if self.roles.name is None:
             return self.rows.label(index)
         try:
-            return self._cells(index).name(self.rows.label(index))
+            return self.cells(index).name(self.rows.label(index))
         except RowError:
             return self.rows.label(index)
 
     def read(self, index: int) -> Row:
-        cells = self._cells(index)
+        cells = self.cells(index)
         return cells.row(range(len(self))[index], cells.name(self.rows.label(index)))
 
-    def _cells(self, index: int) -> Cells:
+    def cells(self, index: int) -> Cells:
+        """The cells of a row, without its images. Raises RowError when it cannot be parsed."""
         where = self.rows.where(index)
         try:
             text = self.rows.content(index).decode()
@@ -88,7 +90,8 @@ class CsvSource:
                 found=f"{len(cells)} cells",
                 hint="quote cells that hold commas or newlines",
             )
-        return Cells(dict(zip(self.header, cells, strict=True)), self.roles, where, (self.rows.file.folder,))
+        roots = image_roots(self.roles.layout.root, self.rows.file.folder)
+        return Cells(dict(zip(self.header, cells, strict=True)), self.roles, where, roots)
 
 
 def _records(lines: Lines, file: File) -> Iterator[tuple[int, int, list[str] | csv.Error]]:

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
+from qie.data.sources.concepts import concept_of
+from qie.data.sources.folder_names import folders_of
+from qie.data.sources.layouts import DEFAULT, Layout
 from qie.data.sources.resolve import MAX_TEXT_BYTES, readable, row_bytes
-from qie.data.sources.source import TEXT_TO_IMAGE
 from qie.errors import RowError, SourceError
 from qie.image_formats import IMAGE_SUFFIXES
 from qie.recipe import normal_prompt
 from qie.stores import File, Folder
 from qie.types import Row
 
-TARGET_FOLDERS = ("training_images", "images", "target_images")
-CONTROL_FOLDERS = ("control_images", "control")
-
 _BESIDE = re.compile(r"(.*)_(mask|control_\d+)")
 _CONTROL = re.compile(r"(.*)_control_\d+")
 _PROMPT = re.compile(r"(.*)_prompt_\d+")
+_NUMBER = re.compile(r"(.*)_(\d+)")
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """One of the two folders: its images' endings by stem, and the stems of its texts."""
+    """A folder: its images' endings by stem, and its texts' endings by stem."""
 
     folder: Folder
     endings: dict[str, str]
-    texts: frozenset[str]
+    texts: dict[str, str]
 
     @classmethod
-    def list(cls, folder: Folder) -> ImageFolder:
+    def list(cls, folder: Folder, captions: Sequence[str] = (".txt",)) -> ImageFolder:
         """List a folder. Raises SourceError for two images with the same stem, because either could be meant."""
         endings: dict[str, str] = {}
-        texts = []
+        texts: dict[str, str] = {}
         for name in folder.names():
             stem, ending = os.path.splitext(name)  # noqa: PTH122 - a million Path objects take long
-            if ending == ".txt":
-                texts.append(stem)
+            if ending in captions:
+                texts[stem] = min(texts.get(stem, ending), ending, key=captions.index)
             if ending.lower() not in IMAGE_SUFFIXES or name.startswith("."):
                 continue
             if stem in endings:
@@ -50,23 +50,30 @@ class ImageFolder:
                     hint="rename or delete one",
                 )
             endings[stem] = ending
-        return cls(folder, endings, frozenset(texts))
+        return cls(folder, endings, texts)
 
     def image(self, stem: str) -> File | None:
         return File(self.folder, stem + self.endings[stem]) if stem in self.endings else None
 
     def text(self, stem: str) -> File | None:
-        return File(self.folder, f"{stem}.txt") if stem in self.texts else None
+        return File(self.folder, stem + self.texts[stem]) if stem in self.texts else None
 
 
 @dataclass(frozen=True)
 class FolderSource:
-    """Images in two folders, paired by name.
+    """Images in folders, paired by name.
 
         training_images/x.png   the target, with x.txt (in either folder) as its prompt
         control_images/x.png    its first control; x_control_1.png, x_control_2.png … are further ones
         x_mask.png              its mask, in either folder
         x_prompt_1.txt …        further captions, in either folder
+
+    Folders of other names are read as their owner, or a preset, calls them. A row may have its further controls, its
+    mask and its prompt in folders of their own, as x.png and x.txt. Presets have other rules for names in a folder:
+
+        musubi                  x_0.png, x_1.png … are the controls of x.png, if there is not one x.png
+        ai_toolkit              each folder of controls has one x.png
+        kohya                   x.caption is a prompt, too; without one, it is what the folder 10_cat is called: cat
 
     Where rows may be text-to-image and there is no folder of controls, no row has one.
 
@@ -75,21 +82,25 @@ class FolderSource:
     """
 
     targets: ImageFolder
-    controls: ImageFolder
+    controls: tuple[ImageFolder, ...]
     stems: tuple[str, ...]
-    more_controls: dict[str, tuple[str, ...]]
+    more_controls: tuple[dict[str, tuple[str, ...]], ...]
     more_prompts: dict[str, tuple[str, ...]]
-    edits: bool = True
+    masks: ImageFolder | None = None
+    prompts: ImageFolder | None = None
+    preset: str | None = None
 
     @classmethod
-    def open(cls, folder: Folder, *, text_to_image: bool = False) -> FolderSource:
+    def open(cls, folder: Folder, layout: Layout = DEFAULT) -> FolderSource:
         """List the folder. Raises SourceError when it has another layout, or holds no target."""
-        edits = not text_to_image or any(name in folder.folders() for name in CONTROL_FOLDERS)
-        targets = ImageFolder.list(_first_folder(folder, TARGET_FOLDERS))
-        controls = ImageFolder(targets.folder, {}, frozenset())
-        if edits:
-            controls = ImageFolder.list(_first_folder(folder, CONTROL_FOLDERS))
-        stems = tuple(sorted(stem for stem in targets.endings if not _stands_beside(stem, targets.endings)))
+        captions = (".txt", ".caption") if layout.preset == "kohya" else (".txt",)
+        found = folders_of(folder, layout)
+        targets = ImageFolder.list(found.target, captions)
+        controls = tuple(ImageFolder.list(place) for place in found.controls)
+        masks = None if found.mask is None else ImageFolder.list(found.mask)
+        prompts = None if found.prompt is None else ImageFolder.list(found.prompt, captions)
+        own = layout.preset is None  # other tools take every image of the folder for a target
+        stems = tuple(sorted(stem for stem in targets.endings if not (own and _stands_beside(stem, targets.endings))))
         if not stems:
             raise SourceError(
                 "the source holds no target images",
@@ -97,8 +108,11 @@ class FolderSource:
                 expected=f"files ending in {', '.join(IMAGE_SUFFIXES)}",
             )
         # `x_prompt_1.txt` beside an image of that name is that row's prompt, not another one of `x`.
-        texts = (stem for stem in targets.texts | controls.texts if stem not in targets.endings)
-        return cls(targets, controls, stems, _further(_CONTROL, controls.endings), _further(_PROMPT, texts), edits)
+        places = [targets, *controls, *([prompts] if prompts else [])] if own else []
+        texts = {stem for place in places for stem in place.texts if stem not in targets.endings}
+        pattern = {None: _CONTROL, "musubi": _NUMBER}.get(layout.preset)
+        further = tuple(_further(pattern, place.endings) if pattern else {} for place in controls)
+        return cls(targets, controls, stems, further, _further(_PROMPT, texts), masks, prompts, layout.preset)
 
     def __len__(self) -> int:
         return len(self.stems)
@@ -108,29 +122,53 @@ class FolderSource:
 
     def read(self, index: int) -> Row:
         stem = self.stems[index]
-        target, control = self.targets.image(stem), self.controls.image(stem)
+        target = self.targets.image(stem)
         assert target is not None
-        if control is None and self.edits:
-            expected = f"{File(self.controls.folder, stem)}.png (or another image ending)"
-            raise RowError("no control image", where=stem, expected=expected)
-        if self._text(stem) is None:
-            raise RowError("no prompt", where=stem, expected=f"{File(self.targets.folder, stem)}.txt")
-        mask = self.targets.image(f"{stem}_mask") or self.controls.image(f"{stem}_mask")
-        controls = [control, *(self.controls.image(name) for name in self._more(self.more_controls, stem, "control"))]
-        prompts = [self._text(name) for name in (stem, *self._more(self.more_prompts, stem, "prompt"))]
-        prompt, *more_prompts = (_decoded(text) for text in prompts if text)
+        controls = [image for number in range(len(self.controls)) for image in self._controls(number, stem)]
+        if (prompt := self._prompt(stem)) is None:
+            raise RowError("no prompt", where=stem, expected=f"{File((self.prompts or self.targets).folder, stem)}.txt")
+        prompts = [self._text(name) for name in self._more(self.more_prompts, stem, "prompt")]
+        mask = self._mask(stem)
         return Row(
             index=range(len(self))[index],
             name=self.name(index),
             target=row_bytes(target),
-            controls=tuple(row_bytes(image) for image in controls if image),
+            controls=tuple(row_bytes(image) for image in controls),
             prompt=prompt,
             mask=row_bytes(mask) if mask else None,
-            more_prompts=tuple(more_prompts),
+            more_prompts=tuple(_decoded(text) for text in prompts if text),
         )
 
+    def _controls(self, number: int, stem: str) -> list[File]:
+        """The images of a row in a folder of controls. Raises RowError when there is none, or a number is missing."""
+        place, further = self.controls[number], self.more_controls[number]
+        first = place.image(stem)
+        if self.preset == "musubi":
+            names = [stem] if first else _in_order(stem, further.get(stem, ()))
+        else:
+            names = [stem, *self._more(further, stem, "control")] if first else []
+        if not names:
+            expected = f"{File(place.folder, stem)}.png (or another image ending)"
+            raise RowError("no control image", where=stem, expected=expected)
+        return [image for name in names if (image := place.image(name))]
+
+    def _mask(self, stem: str) -> File | None:
+        if self.masks is not None:
+            return self.masks.image(stem) or self.masks.image(f"{stem}_mask")
+        if self.preset is not None:
+            return None
+        found = (place.image(f"{stem}_mask") for place in (self.targets, *self.controls))
+        return next((image for image in found if image), None)
+
+    def _prompt(self, stem: str) -> str | None:
+        text = self._text(stem)
+        if text is None and self.preset == "kohya":
+            return concept_of(self.targets.folder.url.rstrip("/").rpartition("/")[2])
+        return None if text is None else _decoded(text)
+
     def _text(self, stem: str) -> File | None:
-        return self.targets.text(stem) or self.controls.text(stem)
+        places = (*([self.prompts] if self.prompts else []), self.targets, *self.controls)
+        return next((text for place in places if (text := place.text(stem))), None)
 
     def _more(self, further: dict[str, tuple[str, ...]], stem: str, what: str) -> list[str]:
         found = further.get(stem, ())
@@ -140,6 +178,15 @@ class FolderSource:
                 f"its {what}s are not numbered 1, 2, 3 … without gaps", where=stem, found=", ".join(sorted(found))
             )
         return expected
+
+
+def _in_order(stem: str, found: Sequence[str]) -> list[str]:
+    """Names that end in a number, by it. Raises RowError for a gap: an image may have been forgotten."""
+    numbered = sorted((int(name[len(stem) + 1 :]), name) for name in found)
+    numbers = [number for number, _ in numbered]
+    if numbers and numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        raise RowError("its controls are not numbered 0, 1, 2 … without gaps", where=stem, found=", ".join(found))
+    return [name for _, name in numbered]
 
 
 def _stands_beside(stem: str, targets: Container[str]) -> bool:
@@ -155,22 +202,6 @@ def _further(pattern: re.Pattern[str], names: Iterable[str]) -> dict[str, tuple[
         if match := pattern.fullmatch(name):
             found[match[1]] = (*found.get(match[1], ()), name)
     return {stem: tuple(sorted(several)) for stem, several in found.items()}
-
-
-def _first_folder(root: Folder, names: tuple[str, ...]) -> Folder:
-    folders = root.folders()
-    for name in names:
-        if name in folders:
-            return root.child(name)
-    found = [name + "/" * (name in folders) for name in root.names()]
-    raise SourceError(
-        "the source does not have the expected layout",
-        where=root,
-        expected=f"a folder {' or '.join(f'{name}/' for name in names)}",
-        found=", ".join(found[:8]) or "an empty folder",
-        hint="to read a table, name the .csv, .jsonl, .parquet or .tar file itself"
-        + (TEXT_TO_IMAGE if names is CONTROL_FOLDERS else ""),
-    )
 
 
 def _decoded(file: File) -> str:

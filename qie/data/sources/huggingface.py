@@ -16,11 +16,12 @@ from urllib.parse import unquote
 import numpy as np
 
 from qie.data.sources.cells import Cells, Roles, checked_roles
+from qie.data.sources.layouts import DEFAULT, Layout
 from qie.data.sources.lines import require_unique
-from qie.data.sources.resolve import readable
+from qie.data.sources.resolve import image_roots, readable
 from qie.data.sources.source import library
 from qie.errors import SourceError
-from qie.stores import LocalFolder
+from qie.stores import Folder, LocalFolder
 from qie.types import Row
 
 _HUB = re.compile(
@@ -42,7 +43,7 @@ class DatasetSource:
 
     where: str
     label: str
-    roots: tuple[LocalFolder, ...]
+    roots: tuple[Folder, ...]
     roles: Roles
     dataset: Any = field(compare=False, repr=False)
 
@@ -52,7 +53,7 @@ class DatasetSource:
         return _HUB.fullmatch(place) is not None
 
     @classmethod
-    def from_hub(cls, place: str, *, text_to_image: bool = False) -> DatasetSource:
+    def from_hub(cls, place: str, layout: Layout = DEFAULT) -> DatasetSource:
         """Open a dataset of the hub, through its library's cache.
 
         Args:
@@ -87,10 +88,10 @@ class DatasetSource:
         pinned = f"hf://datasets/{repo}@{builder.hash or revision or 'main'}?{options}"
         # What a dataset of image files was downloaded to: its rows are paths there.
         cache = (LocalFolder(Path(datasets.config.HF_DATASETS_CACHE)), LocalFolder(Path(HF_HUB_CACHE)))
-        return cls._of(dataset, pinned.rstrip("?"), repo.partition("/")[2], cache, text_to_image)
+        return cls._of(dataset, pinned.rstrip("?"), repo.partition("/")[2], cache, layout)
 
     @classmethod
-    def from_disk(cls, folder: Path, *, text_to_image: bool = False) -> DatasetSource:
+    def from_disk(cls, folder: Path, layout: Layout = DEFAULT) -> DatasetSource:
         """Open what `save_to_disk` wrote.
 
         Raises:
@@ -101,7 +102,7 @@ class DatasetSource:
         if (folder / "dataset_dict.json").is_file():
             splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
             if len(splits) == 1:
-                whole = cls.from_disk(folder / splits[0], text_to_image=text_to_image)
+                whole = cls.from_disk(folder / splits[0], layout=layout)
                 return replace(whole, label=folder.name)
             names = " or ".join(str(folder / split) for split in splits)
             raise SourceError("the dataset has several splits", where=folder, expected=f"one of them: {names}")
@@ -109,22 +110,22 @@ class DatasetSource:
             dataset = datasets.load_from_disk(str(folder))
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise SourceError("the dataset cannot be opened", where=folder, found=str(error)) from error
-        return cls._of(dataset, str(folder), folder.name, (LocalFolder(folder),), text_to_image)
+        return cls._of(dataset, str(folder), folder.name, (LocalFolder(folder),), layout)
 
     @classmethod
-    def _of(
-        cls, dataset: Any, where: str, label: str, roots: tuple[LocalFolder, ...], text_to_image: bool
-    ) -> DatasetSource:
-        roles = checked_roles(dataset.column_names, where, text_to_image=text_to_image)
+    def _of(cls, dataset: Any, where: str, label: str, roots: tuple[Folder, ...], layout: Layout) -> DatasetSource:
+        roles = checked_roles(dataset.column_names, where, layout=layout)
         if not len(dataset):
             raise SourceError("the dataset holds no rows", where=where)
+        if layout.root:
+            roots = (*image_roots(layout.root, roots[0]), *roots[1:])
         source = cls(where, label, roots, roles, dataset.select_columns(roles.used()).with_format("arrow"))
         if roles.name:
             source._check_names()
         return source
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.where, self.label, len(self), self.roles.text_to_image)
+        return _reopened, (self.where, self.label, len(self), self.roles.layout)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -175,11 +176,11 @@ def _datasets() -> Any:
     return datasets
 
 
-def _reopened(where: str, label: str, rows: int, text_to_image: bool) -> DatasetSource:
+def _reopened(where: str, label: str, rows: int, layout: Layout) -> DatasetSource:
     if DatasetSource.is_hub_name(where):
-        source = DatasetSource.from_hub(where, text_to_image=text_to_image)
+        source = DatasetSource.from_hub(where, layout=layout)
     else:
-        source = DatasetSource.from_disk(Path(where), text_to_image=text_to_image)
+        source = DatasetSource.from_disk(Path(where), layout=layout)
     source = replace(source, label=label)
     if len(source) != rows:
         raise SourceError(

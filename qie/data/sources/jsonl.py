@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from qie.data.sources.cells import Cells, checked_roles, roles_of
+from qie.data.sources.layouts import DEFAULT, Layout
 from qie.data.sources.lines import TextRows, line_starts
-from qie.data.sources.resolve import source_size
+from qie.data.sources.resolve import image_roots, source_size
 from qie.errors import RowError, SourceError
 from qie.stores import File
 from qie.types import Row
@@ -24,10 +25,10 @@ class JsonlSource:
 
     rows: TextRows
     named: bool
-    text_to_image: bool = False
+    layout: Layout = DEFAULT
 
     @classmethod
-    def open(cls, file: File, *, text_to_image: bool = False) -> JsonlSource:
+    def open(cls, file: File, layout: Layout = DEFAULT) -> JsonlSource:
         """Note where the lines start, and look at the keys of the first ones.
 
         Raises:
@@ -39,9 +40,9 @@ class JsonlSource:
         if not len(lines):
             raise SourceError("the JSONL holds no rows", where=file, found="nothing" if size == 0 else "blank lines")
         rows = TextRows(file, size, starts, lines)
-        source = cls(rows, named=False, text_to_image=text_to_image)
-        if checked_roles(source._first_keys(), file, text_to_image=text_to_image).name:
-            source = cls(rows, named=True, text_to_image=text_to_image)
+        source = cls(rows, named=False, layout=layout)
+        if checked_roles(source._first_keys(), file, layout=layout).name:
+            source = cls(rows, named=True, layout=layout)
             rows.check_names(array("q", source._hashes()), source.name)
         return source
 
@@ -50,20 +51,21 @@ class JsonlSource:
 
     def name(self, index: int) -> str:
         try:
-            return self._cells(index).name(self.rows.label(index)) if self.named else self.rows.label(index)
+            return self.cells(index).name(self.rows.label(index)) if self.named else self.rows.label(index)
         except RowError:
             return self.rows.label(index)
 
     def read(self, index: int) -> Row:
-        cells, label = self._cells(index), self.rows.label(index)
+        cells, label = self.cells(index), self.rows.label(index)
         return cells.row(range(len(self))[index], cells.name(label) if self.named else label)
 
-    def _cells(self, index: int) -> Cells:
+    def cells(self, index: int) -> Cells:
+        """The cells of a row, without its images. Raises RowError when it cannot be parsed."""
         where = self.rows.where(index)
         values = _parsed(self.rows.content(index), where)
         try:
-            roles = roles_of(tuple(values), self.text_to_image)
-            return Cells(values, roles, where, (self.rows.file.folder,))
+            roles = roles_of(tuple(values), self.layout)
+            return Cells(values, roles, where, image_roots(self.layout.root, self.rows.file.folder))
         except ValueError as error:
             raise RowError("two keys have the same name", where=where, found=str(error)) from error
 
@@ -93,7 +95,7 @@ class JsonlSource:
                 stream.seek(start)
                 try:
                     values = json.loads(stream.read(stop - start))
-                    name = values.get(roles_of(tuple(values)).name) if isinstance(values, dict) else None
+                    name = values.get(roles_of(tuple(values), self.layout).name) if isinstance(values, dict) else None
                 except (ValueError, RecursionError):
                     name = None
                 yield hash(str(name)) if name else index

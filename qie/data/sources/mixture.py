@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from qie.data.sources.layouts import Layout, Names
 from qie.data.sources.resolve import readable
+from qie.data.sources.source import Source, source_notes
 from qie.errors import SourceError
 from qie.types import Row
-
-if TYPE_CHECKING:
-    from qie.data.sources.source import Source
 
 
 @dataclass(frozen=True)
@@ -27,11 +25,15 @@ class SourceSpec:
         source: anything that `open_source` understands.
         name: its name in the mixture; the name of its file or folder when None.
         weight: how often its rows are drawn, relative to those of the others; sources only carry it.
+        preset, columns, root: how it is read, see `open_source`.
     """
 
     source: str
     name: str | None = None
     weight: float = 1.0
+    preset: str | None = None
+    columns: Names | Mapping[str, object] | None = None
+    root: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
@@ -61,6 +63,11 @@ class SourceSpec:
         if isinstance(values["source"], Path):
             values["source"] = str(values["source"])
         return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def layout(self) -> Layout:
+        """How it is read. Raises SourceError for an unknown preset or role."""
+        return Layout.of(self.preset, self.columns, self.root)
 
     @property
     def title(self) -> str:
@@ -110,6 +117,10 @@ class Mixture:
 
     def part(self, index: int) -> str:
         return self._find(index)[0].name
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"{part.name}: {note}" for part in self.parts for note in source_notes(part.source)]
 
     def read(self, index: int) -> Row:
         part, within = self._find(index)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from qie.data.sources.cells import Cells, Roles, checked_roles
+from qie.data.sources.layouts import DEFAULT, Layout
 from qie.data.sources.lines import require_unique
-from qie.data.sources.resolve import readable, source_size
+from qie.data.sources.resolve import image_roots, readable, source_size
 from qie.data.sources.source import library
 from qie.errors import RowError, SourceError
 from qie.stores import File
@@ -56,11 +57,12 @@ class ParquetSource:
 
     files: tuple[ParquetFile, ...]
     roles: Roles
+    notes: tuple[str, ...] = field(default=(), compare=False)
     groups: Groups = field(default_factory=lambda: Groups(), compare=False, repr=False)
 
     @classmethod
-    def open(cls, files: Sequence[File], *, text_to_image: bool = False) -> ParquetSource:
-        """Read the files' footers, and the rows' names if they have any.
+    def open(cls, files: Sequence[File], layout: Layout = DEFAULT, note: str = "") -> ParquetSource:
+        """Read the files' footers, and the rows' names if they have any. A note is for the user, see `source_notes`.
 
         Raises:
             SourceError: a file is missing, is not Parquet, has other columns than the first or lacks one, there are
@@ -77,7 +79,7 @@ class ParquetSource:
                     raise SourceError(
                         "the Parquet files have different columns", where=file, expected=columns, found=found
                     )
-                roles = roles or checked_roles(columns, file, text_to_image=text_to_image)
+                roles = roles or checked_roles(columns, file, layout=layout)
                 counts = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
                 start = opened[-1].start + opened[-1].starts[-1] if opened else 0
                 starts = tuple(np.cumsum([0, *counts]).tolist())
@@ -85,7 +87,7 @@ class ParquetSource:
                 opened.append(ParquetFile(file, source_size(file), start, starts, names))
         if roles is None or not opened[-1].start + opened[-1].starts[-1]:
             raise SourceError("the Parquet file holds no rows", where=files[0] if files else None)
-        source = cls(tuple(opened), roles)
+        source = cls(tuple(opened), roles, (note,) if note else ())
         if roles.name:
             hashes = (hash(str(name)) for file in opened for name in file.names.to_pylist())
             require_unique(np.fromiter(hashes, np.int64, len(source)), source.name, files[0])
@@ -99,20 +101,21 @@ class ParquetSource:
         return file.label(row)
 
     def read(self, index: int) -> Row:
-        return self._cells(index).row(range(len(self))[index], self.name(index))
+        return self.cells(index).row(range(len(self))[index], self.name(index))
 
     def _find(self, index: int) -> tuple[ParquetFile, int]:
         index = range(len(self))[index]
         file = self.files[bisect_right(self.files, index, key=lambda file: file.start) - 1]
         return file, index - file.start
 
-    def _cells(self, index: int) -> Cells:
+    def cells(self, index: int) -> Cells:
+        """The cells of a row, without its images. Raises RowError when it cannot be parsed."""
         file, row = self._find(index)
         where = f"{file.file}, row {row}"
         group = bisect_right(file.starts, row) - 1
         table = self.groups.read(file, group, self.roles.used(), where)
         values = table.slice(row - file.starts[group], 1).to_pylist()[0]
-        return Cells(values, self.roles, where, (file.file.folder,))
+        return Cells(values, self.roles, where, image_roots(self.roles.layout.root, file.file.folder))
 
 
 class Groups:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from urllib.parse import unquote
 
 from qie.errors import RowError, SourceError, UsageError
+from qie.paths import local_path
 from qie.stores import (
     REMOTE_SCHEMES,
     WHOLE_BYTES,
@@ -48,6 +49,18 @@ def row_bytes(file: File, most: int = WHOLE_BYTES) -> bytes:
         raise RowError(error.what, where=file, expected=error.expected, found=error.found) from error
     except (MissingError, RefusedError) as error:
         raise RowError(f"a file cannot be read: {error.reason}", where=file) from error
+
+
+def image_roots(root: str | None, folder: Folder) -> tuple[Folder, ...]:
+    """The folders in which the rows of a table in `folder` may name files; relative paths begin at the first.
+
+    Args:
+        root: the folder or URL that its owner names, if any.
+        folder: of the table.
+    """
+    if root is None:
+        return (folder,)
+    return (LocalFolder(local_path(root)) if scheme_of(root) is None else _store(root), folder)
 
 
 def named_bytes(text: str, roots: Sequence[Folder]) -> bytes:
@@ -122,7 +135,8 @@ def _file_within(text: str, roots: Sequence[Folder]) -> File:
         "a path outside the source's root",
         where=text[:200],
         expected=f"a path in {folder}",
-        hint="keep the manifest in a folder above its images; links that lead out of it are not followed",
+        hint="name the folder of the images in data.root, or keep the manifest in a folder above them; links that lead "
+        "out of it are not followed",
     )
 
 

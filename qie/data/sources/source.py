@@ -41,6 +41,11 @@ def source_name(source: Source, index: int) -> str:
     return part(index) if part else ""
 
 
+def source_notes(source: Source) -> list[str]:
+    """What a user should know of an opened source, such as which of several splits was taken."""
+    return list(getattr(source, "notes", ()))
+
+
 def library(name: str) -> Any:
     """`datasets` or a module of pyarrow. Raises SourceError with what to install."""
     try:

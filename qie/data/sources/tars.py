@@ -12,13 +12,14 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qie.data.sources.cells import NAME, PROMPT, PROMPT_LIST, Cells, checked_roles, roles_of
+from qie.data.sources.layouts import DEFAULT, Layout, Names
 from qie.data.sources.lines import equal_pairs
 from qie.data.sources.resolve import MAX_TEXT_BYTES, readable, source_bytes, source_size
 from qie.data.sources.tar_members import iter_members
@@ -131,10 +132,10 @@ class TarSource:
     tars: tuple[TarRows, ...]
     starts: tuple[int, ...]
     rows: int
-    text_to_image: bool = False
+    layout: Layout = DEFAULT
 
     @classmethod
-    def open(cls, files: Sequence[File], *, text_to_image: bool = False) -> TarSource:
+    def open(cls, files: Sequence[File], layout: Layout = DEFAULT) -> TarSource:
         """Read the headers of all tars; remote ones several at once, in requests of 256 kB.
 
         Raises:
@@ -152,10 +153,12 @@ class TarSource:
                 expected="members such as 000.target.png",
             )
         endings = sorted({ending for tar in tars for ending in tar.endings})
-        columns = dict.fromkeys(column for ending in endings if (column := _column(ending)))
-        columns |= dict.fromkeys(PROMPT[:1] if _JSON in endings else ())
-        checked_roles(columns, files[0], _present(endings), text_to_image=text_to_image)
-        return cls(tars, (0, *stops[:-1]), stops[-1], text_to_image)
+        layout = _of_members(layout)
+        prompt = layout.names.prompt or PROMPT[0]
+        columns = dict.fromkeys(column for ending in endings if (column := _column(ending, prompt)))
+        columns |= dict.fromkeys((prompt,) if _JSON in endings else ())
+        checked_roles(columns, files[0], _present(endings), layout=layout)
+        return cls(tars, (0, *stops[:-1]), stops[-1], layout)
 
     def __len__(self) -> int:
         return self.rows
@@ -166,7 +169,7 @@ class TarSource:
 
     def read(self, index: int) -> Row:
         tar, row = self._find(index)
-        return _cells(tar, row, self.text_to_image).row(range(self.rows)[index], self.name(index))
+        return _cells(tar, row, self.layout).row(range(self.rows)[index], self.name(index))
 
     def _find(self, index: int) -> tuple[TarRows, int]:
         index = range(self.rows)[index]
@@ -174,22 +177,39 @@ class TarSource:
         return self.tars[number], index - self.starts[number]
 
 
-def _cells(tar: TarRows, row: int, text_to_image: bool) -> Cells:
+def _cells(tar: TarRows, row: int, layout: Layout) -> Cells:
     """The cells of a row. Raises RowError for two members of one role, or a text that is not UTF-8."""
     where = f"{tar.file}, {tar.key(row)}"
     members = tar.row(row)
+    prompt = layout.names.prompt or PROMPT[0]
     endings: dict[str, str] = {}
     for ending in members:
-        if (column := _column(ending)) and endings.setdefault(column, ending) != ending:
+        if (column := _column(ending, prompt)) and endings.setdefault(column, ending) != ending:
             raise RowError("two files of a row have the same role", where=where, found=f"{endings[column]}, {ending}")
-    roles = roles_of(tuple(endings))
+    roles = roles_of(tuple(endings), layout)
     values: dict[str, object] = dict.fromkeys(endings)
     for column in roles.used():
-        content = _member(tar, members[endings[column]], MAX_TEXT_BYTES if _is_text(column) else WHOLE_BYTES, where)
-        values[column] = _text(content, where) if _is_text(column) else content
-    if roles.prompt is None and _JSON in members:
-        values.update(_prompts(_text(_member(tar, members[_JSON], MAX_TEXT_BYTES, where), where), where))
-    return Cells(values, roles_of(tuple(values), text_to_image), where)
+        is_text = _is_text(column) or column == prompt
+        content = _member(tar, members[endings[column]], MAX_TEXT_BYTES if is_text else WHOLE_BYTES, where)
+        values[column] = _text(content, where) if is_text else content
+    if roles.prompt is None and roles.prompt_list is None and _JSON in members:
+        values.update(_prompts(_text(_member(tar, members[_JSON], MAX_TEXT_BYTES, where), where), where, prompt))
+    return Cells(values, roles_of(tuple(values), layout), where)
+
+
+def _of_members(layout: Layout) -> Layout:
+    """The layout with the names of columns that members stand for."""
+    names = layout.columns
+    if names == Names():
+        return layout
+
+    def column(name: str | None) -> str | None:
+        return None if name is None else _SHORT.get(name.strip().lower(), name.strip().lower())
+
+    controls = None if names.controls is None else tuple(column(name) or "" for name in names.controls)
+    prompt = None if names.prompt is None else names.prompt.strip().lower()
+    names = replace(names, target=column(names.target), controls=controls, prompt=prompt, mask=column(names.mask))
+    return replace(layout, names=names, preset=None)
 
 
 def _member(tar: TarRows, place: tuple[int, int], most: int, where: str) -> bytes:
@@ -201,7 +221,7 @@ def _member(tar: TarRows, place: tuple[int, int], most: int, where: str) -> byte
     return source_bytes(tar.file, offset, offset + size, tar.size)
 
 
-def _prompts(text: str, where: str) -> dict[str, object]:
+def _prompts(text: str, where: str, prompt: str) -> dict[str, object]:
     """The prompts in a JSON object."""
     try:
         values = json.loads(text)
@@ -209,7 +229,11 @@ def _prompts(text: str, where: str) -> dict[str, object]:
         raise RowError("the row's .json is not valid JSON", where=where, found=str(error)) from error
     if not isinstance(values, dict):
         raise RowError("the row's .json is not a JSON object", where=where, found=type(values).__name__)
-    return {name: value for name, value in values.items() if _is_text(name.lower()) or name.lower() in PROMPT_LIST}
+    return {
+        name: value
+        for name, value in values.items()
+        if _is_text(name.lower()) or name.lower() in (*PROMPT_LIST, prompt)
+    }
 
 
 def _text(content: bytes, where: str) -> str:
@@ -220,15 +244,15 @@ def _text(content: bytes, where: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _column(ending: str) -> str | None:
-    """The column that a member stands for."""
+def _column(ending: str, prompt: str = PROMPT[0]) -> str | None:
+    """The column that a member stands for; `prompt` is one of texts."""
     stem, _, last = ending.rpartition(".")
     if f".{last}" in IMAGE_SUFFIXES:
         column = _SHORT.get(stem, stem)
         return None if _is_text(column) or column in (*PROMPT_LIST, *NAME) else column
     if last == "txt":
-        return "text" if not stem else stem if _is_text(stem) else None
-    return ending if _is_text(ending) else None
+        return "text" if not stem else stem if _is_text(stem) or stem == prompt else None
+    return ending if _is_text(ending) or ending == prompt else None
 
 
 def _is_text(column: str) -> bool:
