@@ -17,7 +17,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import qie.data.plan
-from qie.data.plan import PLAN_VERSION, Plan, PlannedBatch, SequencePrefix, count_rows, held_out, plan_epoch
+import qie.data.plan_settings
+from qie.data.plan import PLAN_VERSION, Plan, PlannedBatch, SequencePrefix, count_rows, draw, held_out, plan_epoch
 from qie.data.plan_settings import PlanSettings
 from qie.errors import UsageError
 from qie.shards.sample_table import Columns, ends_of
@@ -107,6 +108,16 @@ def test_epochs_are_counted_without_being_planned(columns, seed, size, order, ta
         assert caught.value.found == error.found
     else:
         assert made.count(columns, 3, kept_out) == expected
+
+
+@pytest.mark.parametrize(("shapes", "planned"), [([SQUARE, SQUARE, WIDE, WIDE], 1), ([SQUARE, WIDE, WIDE, WIDE], 9)])
+def test_epochs_are_counted_by_the_first_if_all_draw_as_many_of_each_shape(monkeypatch, shapes, planned) -> None:
+    """Whichever variant of a row is shown, it has the shape of the others."""
+    columns, drawn = of(shapes, rows=[0, 0, 1, 1]), []
+    monkeypatch.setattr(qie.data.plan_settings, "draw", lambda *args, **kw: drawn.append(0) or draw(*args, **kw))
+    made, none = PlanSettings(1, tail="drop"), np.zeros(0, np.int64)
+    assert made.count(columns, 9, none) == sum(len(made.plan(columns, epoch, none)) for epoch in range(9)) == 18
+    assert len(drawn) == planned
 
 
 # One epoch, plainly: as plan_epoch, with lists and loops

@@ -424,6 +424,17 @@ def count_rows(columns: Columns) -> int:
     return sum(len(row_starts(columns, start, stop)) for start, stop in pairwise(edges))
 
 
+def variants_differ(columns: Columns) -> bool:
+    """Whether variants of a row have different shapes."""
+    names = shape_numbers(columns)
+    for start in range(0, 0 if columns.single else len(columns), CHUNK):
+        positions = np.arange(start, min(start + CHUNK, len(columns)))
+        later = positions[~_begins_row(columns, positions)]
+        if (names[columns.shapes[later]] != names[columns.shapes[later - 1]]).any():
+            return True
+    return False
+
+
 def _begins_row(columns: Columns, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether a row begins at each of some positions."""
     if columns.single:

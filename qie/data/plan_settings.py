@@ -14,11 +14,11 @@ from qie.data.plan import (
     Order,
     Plan,
     Tail,
-    count_rows,
     draw,
     drawn_of_shapes,
     no_batches,
     plan_epoch,
+    variants_differ,
 )
 from qie.data.windows import WINDOWS_VERSION, WindowedPlan
 from qie.errors import UsageError
@@ -82,9 +82,9 @@ class PlanSettings:
         Raises:
             UsageError: an epoch has none.
         """
-        # Then every epoch draws the same samples, each time in another order.
+        # Then every epoch draws as many samples of each shape, each time others or in another order.
         whole = all(weight == round(weight) for weight in self._weights(columns))
-        if whole and (columns.single or count_rows(columns) == len(columns)):
+        if whole and not variants_differ(columns):
             return epochs and self._batches_of(columns, 0, leave_out) * epochs
         return sum(self._batches_of(columns, epoch, leave_out) for epoch in range(epochs))
 
