@@ -40,6 +40,13 @@ GALLERY = 24
 )
 @click.option("--config", "config_path", metavar="FILE", help="YAML configuration, for --explain.")
 @set_option
+@click.option(
+    "--exclude",
+    multiple=True,
+    metavar="KEY|ROW",
+    help="Instead, leave a sample out of training, by its key, the beginning of it, or its row; repeatable.",
+)
+@click.option("--include", multiple=True, metavar="KEY|ROW", help="Instead, undo --exclude; repeatable.")
 @click.option("--plan", is_flag=True, help="Instead, show steps, padding and bytes of an epoch.")
 @click.option(
     "--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Batch size per process, for --plan."
@@ -66,11 +73,13 @@ def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) ->
     """
     from qie.shards.discovery import find_indexes
 
-    _check(options)
+    _check(options, as_json)
     if options["compact"] and not (options["verify"] or options["html"] or options["whole"] or as_json):
         sys.exit(1 if _compact(_folders(shards), quiet) else 0)
     indexes = find_indexes(shards)
-    if options["source"]:
+    if options["exclude"] or options["include"]:
+        _exclude(indexes, options["exclude"], options["include"], quiet)
+    elif options["source"]:
         _explain(indexes, options, as_json, quiet)
     elif options["plan"]:
         _plan(indexes, options, as_json)
@@ -78,11 +87,19 @@ def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) ->
         _summarise(shards, indexes, options, as_json, quiet)
 
 
-def _check(options: dict[str, Any]) -> None:
+def _check(options: dict[str, Any], as_json: bool) -> None:
     from qie.errors import UsageError
 
     names = {"verify": "verify", "compact": "compact", "html": "html", "whole": "source", "plan": "plan"}
     chosen = [f"--{option}" for name, option in names.items() if options[name] not in (None, False)]
+    if options["exclude"] or options["include"]:
+        chosen += ["--explain"] if options["source"] else []
+        if chosen or as_json:
+            mine = "--exclude" if options["exclude"] else "--include"
+            raise UsageError(
+                f"{mine} cannot be combined with {chosen[0] if chosen else '--json'}",
+                hint="run them one after the other",
+            )
     if options["source"]:
         if chosen:
             raise UsageError(f"--explain cannot be combined with {chosen[0]}", hint="run them one after the other")
@@ -189,6 +206,20 @@ def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, qu
     sys.exit(1 if found.faults or "unreadable" in found.states else 0)
 
 
+def _exclude(indexes: Sequence[File], exclude: Sequence[str], include: Sequence[str], quiet: bool) -> None:
+    from qie.stats import change_excluded
+
+    changed = change_excluded(indexes, exclude, include)
+    if quiet:
+        return
+    for what, samples in (("excluded", changed.excluded), ("included", changed.included)):
+        for one in samples:
+            variant = f", variant {one.variant}" if one.variant else ""
+            echo(f"{what} row {one.row} ({one.name}{variant}) in {one.folder}: {one.key}")
+    for file, keys in changed.lists:
+        echo(f"{keys} keys are excluded now" + (f": {file}" if keys else f" in {file.folder}"))
+
+
 def _plan(indexes: Sequence[File], options: dict[str, Any], as_json: bool) -> None:
     from qie.stats import preview_epoch
 
@@ -246,6 +277,7 @@ def _print(summary: Summary, verified: bool) -> None:
         ("rows", f"{summary.rows}: " + ", ".join(f"[{start}, {stop})" for start, stop in summary.ranges)),
         ("samples", f"{summary.samples}, {human_bytes(summary.bytes_per_sample)} each"),
         ("skipped", f"{sum(summary.skipped.values())}"),
+        *([("excluded", f"{summary.excluded}")] if summary.excluded else []),
         ("recipes", ", ".join(f"{recipe} in {count}" for recipe, count in summary.recipes.items())),
         ("tokens", ", ".join(f"{name} {value}" for name, value in summary.tokens.items())),
         ("clipped", f"{summary.clipped} values in {summary.clipped_samples} samples"),

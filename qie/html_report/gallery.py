@@ -19,7 +19,7 @@ from qie.shards.discovery import rows_of
 from qie.shards.index import Entry
 from qie.shards.reader import Shard, checked_sample
 from qie.shards.tensors import CHANNELS, is_text_alone
-from qie.stats import Summary, one_line
+from qie.stats import Summary, excluded_in, one_line
 from qie.stores import File
 
 PICTURE_PX = 192
@@ -70,12 +70,14 @@ class Card:
         size: of target and controls, in pixels.
         prompt: as it was encoded.
         picture: of its target; None where there is no thumbnail and nothing that decodes latents.
+        folder: of its shard, as a user would type it.
     """
 
     entry: Entry
     size: str
     prompt: str
     picture: SmallPicture | None
+    folder: str = "."
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class _SmallPart:
     prompt: str
     latent: torch.Tensor
     thumbnail: torch.Tensor | None
+    folder: str
 
 
 def look_at(
@@ -122,7 +125,8 @@ def look_at(
         progress: called with the number of records read and latents decoded.
     """
     counts, kept, faults, done = LatentCounts(), list[_SmallPart](), list[str](), 0
-    for file, read in _read(indexes, max(gallery, LOOKED_AT)):
+    excluded = excluded_in(indexes, []) if summary.excluded else frozenset()
+    for file, read in _read(indexes, max(gallery, LOOKED_AT), excluded):
         progress(done := done + 1)
         if isinstance(read, _SmallPart):
             counts.add(read.latent)
@@ -131,7 +135,7 @@ def look_at(
             faults.append(one_line(read))
     cards = []
     for one in (kept[place] for place in spread(gallery, len(kept))):
-        cards.append(Card(one.entry, one.size, one.prompt, _picture(one, decode)))
+        cards.append(Card(one.entry, one.size, one.prompt, _picture(one, decode), one.folder))
         progress(done := done + 1)
     return Look(counts.statistics(), cards, faults)
 
@@ -142,8 +146,10 @@ def spread(count: int, among: int) -> list[int]:
     return [(2 * number + 1) * among // (2 * count) for number in range(count)]
 
 
-def _read(indexes: Sequence[File], count: int) -> Iterator[tuple[File, _SmallPart | QieError]]:
-    """Records of each shard, in proportion to its rows; or the error of the shard or record."""
+def _read(
+    indexes: Sequence[File], count: int, excluded: frozenset[str]
+) -> Iterator[tuple[File, _SmallPart | QieError]]:
+    """Records of each shard that are not excluded, in proportion to its rows; or the error of the shard or record."""
     stops = list(accumulate(stop - start for start, stop in map(rows_of, indexes)))
     due = Counter(bisect_right(stops, row) for row in spread(count, stops[-1]))
     for place, wanted in sorted(due.items()):
@@ -153,8 +159,9 @@ def _read(indexes: Sequence[File], count: int) -> Iterator[tuple[File, _SmallPar
         except QieError as error:
             yield file, error
             continue
-        for number in spread(wanted, len(shard.index.samples)):
-            yield file, _attempt(shard, shard.index.samples[number])
+        entries = [entry for entry in shard.index.samples if entry.key not in excluded]
+        for number in spread(wanted, len(entries)):
+            yield file, _attempt(shard, entries[number])
 
 
 def _attempt(shard: Shard, entry: Entry) -> _SmallPart | QieError:
@@ -170,7 +177,7 @@ def _attempt(shard: Shard, entry: Entry) -> _SmallPart | QieError:
         return error
     thumbnail = None if sample.thumbnail is None else sample.thumbnail.clone()
     size = entry.shape.in_pixels(shard.index.recipe.latent_scale)
-    return _SmallPart(entry, size, sample.prompt, sample.pixel_latent.clone(), thumbnail)
+    return _SmallPart(entry, size, sample.prompt, sample.pixel_latent.clone(), thumbnail, shard.file.folder.url)
 
 
 def _is_blamed(file: File, summary: Summary) -> bool:

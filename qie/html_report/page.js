@@ -1,9 +1,10 @@
 "use strict";
-// The page says everything without this. With it, samples can be filtered and tables sorted.
+// The page says everything without this. With it, samples can be filtered, tables sorted and commands copied.
 
 for (const list of document.querySelectorAll("[data-filter]")) {
   const cards = [...list.children];
-  const words = cards.map((card) => card.textContent.toLowerCase());
+  const command = (card) => card.querySelector("[data-copy]")?.textContent ?? ""; // the same in all of them
+  const words = cards.map((card) => card.textContent.replace(command(card), "").toLowerCase());
   const box = document.createElement("input");
   box.type = "search";
   box.placeholder = "words of a prompt, a row, a size …";
@@ -42,4 +43,23 @@ for (const table of document.querySelectorAll("table[data-sort]")) {
       body.append(...[...body.rows].sort((one, other) => (down ? order(other, one) : order(one, other))));
     });
   });
+}
+
+for (const line of document.querySelectorAll("[data-copy]")) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "copy";
+  button.setAttribute("aria-label", "copy the command that excludes this sample");
+  const said = () => {
+    button.textContent = "copied";
+    setTimeout(() => (button.textContent = "copy"), 1500);
+  };
+  button.addEventListener("click", () => {
+    const code = line.querySelector("code");
+    getSelection().selectAllChildren(code);
+    // A page that was opened as a file may have no clipboard; the older way needs none.
+    if (navigator.clipboard) navigator.clipboard.writeText(code.textContent).then(said, () => {});
+    else if (document.execCommand("copy")) said();
+  });
+  line.append(button);
 }

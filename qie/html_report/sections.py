@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from math import erf, sqrt
+from shlex import quote
 
 from qie.families import FAMILIES
 from qie.html_report.charts import coverage_strip, histogram, legend, whiskers
@@ -33,6 +34,8 @@ PARTS = {
 """The page's parts and their headings; faults stand before them, if there are any."""
 
 _HASH_SHOWN = 16
+_KEY_SHOWN = 16
+"""Of a key in a command: more than nine, or digits alone would be a row's number."""
 
 
 def header(summary: Summary, places: Sequence[str], *, verified: bool, looked_at: int) -> Html:
@@ -135,8 +138,10 @@ def _verdict(summary: Summary, verified: bool, looked_at: int) -> Html:
 
 def _tiles(summary: Summary) -> Html:
     tokens = summary.tokens
+    beside = [f"{summary.duplicates:,} repeat others"] if summary.duplicates else []
+    beside += [f"{summary.excluded:,} excluded"] if summary.excluded else []
     tiles = {
-        "samples": (f"{summary.samples:,}", f"{summary.duplicates:,} repeat others" if summary.duplicates else ""),
+        "samples": (f"{summary.samples:,}", ", ".join(beside)),
         "rows": (
             f"{summary.rows:,}",
             f"{len(summary.skipped_rows):,} skipped" if summary.skipped_rows else "none skipped",
@@ -261,9 +266,15 @@ def _card(card: Card) -> Html:
             tag("h3", name),
             tag("p", cut(card.prompt, MOST_PROMPT), class_="prompt", dir="auto"),
             tag("dl", *listed),
+            tag("p", tag("code", _exclusion(card)), class_="command", data_copy=""),
             class_="about",
         ),
     )
+
+
+def _exclusion(card: Card) -> str:
+    """The command that leaves a sample out of training."""
+    return f"qie-stats {quote(card.folder)} --exclude {card.entry.key[:_KEY_SHOWN]}"
 
 
 def _image(card: Card, name: str) -> Html:

@@ -1,14 +1,18 @@
 """Facts about shards, all from their indexes: their content, why a row is not in them, and a preview of an epoch."""
 
 from qie.stats.epoch_preview import EpochPlan, preview_epoch
+from qie.stats.exclusion import Exclusion, change_excluded
 from qie.stats.explain import Explanation, explain_rows
-from qie.stats.summary import Coverage, Summary, one_line, summarise
+from qie.stats.summary import Coverage, Summary, excluded_in, one_line, summarise
 
 __all__ = [
     "Coverage",
     "EpochPlan",
+    "Exclusion",
     "Explanation",
     "Summary",
+    "change_excluded",
+    "excluded_in",
     "explain_rows",
     "one_line",
     "preview_epoch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -11,15 +11,16 @@ from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
 from qie.errors import QieError, RowError
 from qie.recipe import Recipe, brief
+from qie.shards.excluded import EXCLUDED_NAME
 from qie.shards.index import ShardIndex, Skipped, read_index, row_inputs
 from qie.stages import Pipeline, Stage
-from qie.stats.summary import one_line
+from qie.stats.summary import excluded_in, one_line
 from qie.stores import File
 from qie.types import Row
 
 READERS = 16
 
-State = Literal["hit", "stale", "miss", "skipped", "unreadable"]
+State = Literal["hit", "excluded", "stale", "miss", "skipped", "unreadable"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class Verdict:
 
     Attributes:
         row, variant, name, source: as the source calls it now.
-        state: hit: its record is there. stale: there is one of the row as it was, or by another recipe. miss: there is
-            none. skipped: encoding it failed before. unreadable: the source cannot give it now.
+        state: hit: its record is there. excluded: it is, and an exclude list leaves it out. stale: there is one of the
+            row as it was, or by another recipe. miss: there is none. skipped: encoding it failed before. unreadable:
+            the source cannot give it now.
         causes: empty for a hit.
     """
 
@@ -133,10 +135,12 @@ class _Known:
     entries: dict[tuple[str, str, int], list[_Older]] = field(default_factory=lambda: defaultdict(list))
     skipped: dict[tuple[str, str, int], Skipped] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    excluded: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, indexes: Iterable[File]) -> _Known:
+    def of(cls, indexes: Sequence[File]) -> _Known:
         known = cls()
+        known.excluded = excluded_in(indexes, known.faults)
         for index in Pipeline(Stage("read", _attempt, READERS)).run(indexes):
             if isinstance(index, QieError):
                 known.faults.append(one_line(index))
@@ -156,6 +160,8 @@ class _Known:
 
     def verdict(self, row: Row, recipe: Recipe) -> tuple[State, tuple[Cause, ...]]:
         key, place = recipe.key(row), (row.source, row.name, row.variant)
+        if key in self.keys and key in self.excluded:
+            return "excluded", (Cause("row", f"is left out by {EXCLUDED_NAME}"),)
         if key in self.keys:
             return "hit", ()
         if key in self.reasons:

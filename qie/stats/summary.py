@@ -19,7 +19,8 @@ from qie.precompute.ranges import Range, merged_ranges
 from qie.recipe import Recipe
 from qie.shards.compact_index import Compact
 from qie.shards.discovery import gaps
-from qie.shards.index import ShardIndex, Skipped, parse_stem, read_index
+from qie.shards.excluded import read_excluded
+from qie.shards.index import Entry, ShardIndex, Skipped, member_name, parse_stem, read_index
 from qie.shards.reader import Shard
 from qie.shards.shard_set import current_compact, require_disjoint
 from qie.shards.verify import compact_faults, lonely_tars, shard_faults
@@ -56,7 +57,8 @@ class Summary:
     """Everything known about a set of shards without opening their tars.
 
     Attributes:
-        shards, rows, samples: counts; `rows` counts each variant of a row, and is samples + skipped.
+        shards, rows, samples: counts; `rows` counts each variant of a row, and is samples + excluded + skipped.
+        excluded: samples on the exclude lists beside the shards. Nothing else but the tars' bytes counts them.
         unhashed: of the shards, those whose index has no hash of its own, as qie wrote them before there was one.
         records: distinct records, counted in each shard: within one, samples of equal content share a record.
         duplicates: samples whose content another one has, in whichever shard.
@@ -85,6 +87,7 @@ class Summary:
     unhashed: int
     rows: int
     samples: int
+    excluded: int
     records: int
     duplicates: int
     bytes: int
@@ -138,6 +141,7 @@ def summarise(
     remote = any(file.path is None for file in indexes)
     readers = REMOTE_READERS if remote else (os.cpu_count() or 1) if verify else LOCAL_READERS
     tally = Tally()
+    tally.listed = excluded_in(indexes, tally.faults)
     compacts = _compacts(indexes, tally.faults) if verify else {}
 
     def opened(file: File) -> tuple[ShardIndex | None, list[str]]:
@@ -158,6 +162,17 @@ def summarise(
 
 def _folders(indexes: Sequence[File]) -> list[Folder]:
     return list({file.folder.url: file.folder for file in indexes}.values())
+
+
+def excluded_in(indexes: Sequence[File], faults: list[str]) -> frozenset[str]:
+    """The keys on the exclude lists beside some shards; a list that cannot be read is added to the faults."""
+    keys: set[str] = set()
+    for folder in _folders(indexes):
+        try:
+            keys.update(read_excluded(folder))
+        except QieError as error:
+            faults.append(one_line(error))
+    return frozenset(keys)
 
 
 def _sizes(indexes: Sequence[File]) -> dict[str, dict[str, int]]:
@@ -214,7 +229,7 @@ def _verify(file: File, compact: _Current | None) -> tuple[ShardIndex | None, li
 
 @dataclass
 class Tally:
-    """The counts so far. The first three are by folder."""
+    """The counts so far, without samples whose key is `listed`. The first three are by folder."""
 
     ranges: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
     faulty: dict[str, list[Range]] = field(default_factory=lambda: defaultdict(list))
@@ -234,17 +249,20 @@ class Tally:
     notes: Counter[str] = field(default_factory=Counter)
     tensor_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     clipped: list[int] = field(default_factory=list)
+    listed: frozenset[str] = frozenset()
+    excluded: int = 0
+    excluded_bytes: int = 0
     faults: list[str] = field(default_factory=list)
 
     def add(self, file: File, index: ShardIndex) -> None:
-        entries = index.samples
+        entries = self._kept(index) if self.listed else index.samples
         self.shards.append((file, index.rows))
         self.named.append(file)
         self.ranges[file.folder.url].append(index.rows)
         self.unhashed += index.this_sha256 is None
         self.recipes.setdefault(index.recipe.digest, index.recipe)
         self.by_recipe[index.recipe.digest] += 1
-        self.records += len(index.files)
+        self.records += len({entry.key for entry in entries}) if self.listed else len(index.files)
         self.tar_bytes += index.filesize
         self.keys += [entry.key[:32].encode() for entry in entries]
         self.skipped_in[file.folder.url] += [(gone.row, gone.row + 1) for gone in index.skipped]
@@ -257,6 +275,14 @@ class Tally:
         for entry in entries:
             for name, size in entry.tensor_bytes.items():
                 self.tensor_bytes[name] += size
+
+    def _kept(self, index: ShardIndex) -> tuple[Entry, ...]:
+        """The samples of a shard that are not excluded; the others are counted."""
+        kept = tuple(entry for entry in index.samples if entry.key not in self.listed)
+        gone = {entry.key for entry in index.samples} & self.listed
+        self.excluded += len(index.samples) - len(kept)
+        self.excluded_bytes += sum(512 - (-index.files[member_name(key)].size // 512) * 512 for key in gone)
+        return kept
 
     def blame(self, file: File, faults: Iterable[str]) -> None:
         """Record what is wrong with a shard, which may be added or not."""
@@ -276,12 +302,13 @@ class Tally:
         return Summary(
             shards=len(self.shards),
             unhashed=self.unhashed,
-            rows=samples + len(self.skipped),
+            rows=samples + self.excluded + len(self.skipped),
             samples=samples,
+            excluded=self.excluded,
             records=self.records,
             duplicates=samples - len(np.unique(np.array(self.keys, "S32"))),
             bytes=self.tar_bytes,
-            bytes_per_sample=self.tar_bytes / samples if samples else 0.0,
+            bytes_per_sample=(self.tar_bytes - self.excluded_bytes) / samples if samples else 0.0,
             recipes=dict(self.by_recipe),
             sources=dict(self.sources.most_common()),
             skipped=dict(Counter(gone.reason for _, gone in self.skipped).most_common()),
