@@ -124,7 +124,7 @@ def demands():
 def hear(line):
     if line.startswith("waiting"):
         if hear.waited == 1:
-            openers.until(demands)
+            openers.until(lambda: sum(count for _, count in demands()) == 7)
             say("demands", found=demands())
             nodes.append(node_call(cluster.add_node, num_cpus=1, num_gpus=1))
             qie.precompute.ray.REMIND_S = 60
@@ -151,7 +151,6 @@ run("elastic", partial(openers.elastic, ROWS, str(notes)), follow=follow, hear=h
 def published():
     return len(list((work / "stopped").glob("*.json")))
 
-cluster.add_node(num_cpus=1, num_gpus=1)
 for row, end in ((30, signal.SIGINT), (46, signal.SIGTERM), (62, signal.SIGKILL)):
     child = subprocess.Popen([sys.executable, "-c", driver, work / "stopped", str(row)], stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, text=True)
@@ -159,6 +158,7 @@ for row, end in ((30, signal.SIGINT), (46, signal.SIGTERM), (62, signal.SIGKILL)
     child.send_signal(end)
     out, err = child.communicate()
     say("stopped", code=child.returncode, out=out, err=err, left=published())
+cluster.add_node(num_cpus=1, num_gpus=1)
 run("going on", partial(openers.dying, ROWS, 150, str(work / "once"), str(work / "encoded")), folder="stopped")
 run("refusing", partial(openers.refusing, ROWS, 33), on_error="stop")
 cluster.shutdown()
@@ -212,7 +212,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[
             out, err = child.communicate(timeout=30)
             pytest.fail(f"it did not end within {TIMEOUT_S} s\n{out}\n{err}")
         assert child.returncode == 0, f"{out}\n{err}"
-        yield work, [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        yield work, [json.loads(line) for line in out.splitlines()]  # and not a line of Ray's, although a node died
         left = processes_of(session)
         assert left == [], "processes of Ray are left"
     finally:
