@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
+import pytest
 import yaml
 from pydantic import BaseModel
 
-from qie.config import Config
+from qie.config import SCHEMA_FILE, Config
 from qie.config.loading import section_in
 from tests.conftest import ROOT
-from tools.config_docs import MARKER, PAGE, page
+from tools.config_docs import MARKER, PAGE, page, schema
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
@@ -31,6 +33,15 @@ del SECTIONS[""]
 def test_the_page_is_what_the_tool_writes() -> None:
     assert MARKER in TEXT
     assert page(TEXT) == TEXT, "run python tools/config_docs.py"
+
+
+def test_the_schema_for_editors_is_what_the_tool_writes_and_takes_the_configurations_of_the_repository() -> None:
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema(), "run python tools/config_docs.py"
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(json.loads(schema()))
+    for file in (ROOT / "configs").glob("*.yaml"):
+        assert not list(validator.iter_errors(yaml.safe_load(file.read_text(encoding="utf-8")))), file
+    for wrong in ({}, {"modle": {}}, {"model": {"pretrained_model_name_or_path": "x", "quantize": "fp4"}}):
+        assert list(validator.iter_errors(wrong)), wrong
 
 
 def test_each_section_and_key_is_described() -> None:

@@ -1,16 +1,18 @@
-"""Write the tables of docs/configuration.md from the classes of the configuration: python tools/config_docs.py
+"""Write the tables of docs/configuration.md, and the JSON schema for editors in qie/config, from the classes of the
+configuration: python tools/config_docs.py
 
 Text above the marker in that page is kept.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from qie.config import Config
+from qie.config import SCHEMA_FILE, Config
 from qie.config.schema import MANY
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -29,13 +31,20 @@ def page(text: str) -> str:
     return above + marker + "\n" + "\n".join(sections())
 
 
+def schema() -> str:
+    """The JSON schema, which an editor reads to complete and check a configuration."""
+    # What YAML reads as false where it is not quoted, `no` and `off`, is a word to the editors' YAML 1.2.
+    found = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Config.model_json_schema()
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
 def sections() -> list[str]:
     """A heading, a sentence and a table for each section, in the order of the file."""
-    schema = Config.model_json_schema()
-    definitions = schema.pop("$defs")
+    whole = Config.model_json_schema()
+    definitions = whole.pop("$defs")
     return [
         part
-        for name, field in schema["properties"].items()
+        for name, field in whole["properties"].items()
         for part in section(name, definitions[target(field)], definitions)
     ]
 
@@ -98,3 +107,4 @@ def value(default: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    SCHEMA_FILE.write_text(schema(), encoding="utf-8")
