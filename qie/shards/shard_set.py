@@ -483,9 +483,9 @@ def open_by_index(index: File, cache: ShardCache | None) -> OpenShards:
 
 def open_shard(shard: Shard, tar: Tar) -> OpenShards:
     """One shard by its own index, read through `tar`. Raises ShardError when sizes in the index do not fit."""
-    index = shard.index
+    index, skipped = shard.index, shard.index.skipped
     rows = np.array([index.rows], np.int64)
-    return OpenShards(index.recipe, [tar], rows, Table.of(index, shard.file), lambda: index.skipped)
+    return OpenShards(index.recipe, [tar], rows, Table.of(index, shard.file), lambda: skipped)  # the index may go
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from qie.data.variants import Variants
 from qie.errors import QieError, UsageError
 from qie.precompute import Settings, precompute
 from qie.shards.discovery import published
+from qie.shards.index import ShardIndex, read_index
 from qie.shards.shard_set import ShardSet
-from qie.stores import Folder, open_folder
+from qie.stores import File, Folder, open_folder
 from qie.types import Batch
 from tests.stubs import SHAPES, StubEncoder, StubSource
 
@@ -227,6 +229,20 @@ def test_what_was_checked_is_not_checked_again_when_more_shards_came(
     samples.fetch(0)
     with pytest.raises(TypeError, match="NoneType"):
         samples.fetch(1)
+
+
+def test_a_parsed_index_is_gone_when_its_shard_was_taken_in(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes ten times the memory of its table."""
+    parsed: list[weakref.ref[ShardIndex]] = []
+
+    def read(place: File) -> ShardIndex:
+        parsed.append(weakref.ref(index := read_index(place)))
+        return index
+
+    monkeypatch.setattr("qie.shards.reader.read_index", read)
+    samples = GrowingSamples(open_folder(whole), 60)
+    assert samples.grow() and samples.skipped
+    assert len(parsed) == 8 and {index() for index in parsed} == {None}
 
 
 def test_a_shard_that_never_comes_is_an_error_and_a_writer_that_failed_or_a_stream_that_was_closed_another(
