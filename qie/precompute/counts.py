@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,27 +44,21 @@ class Report:
 
     def __add__(self, other: Report) -> Report:
         """The report of two processes together."""
-        counts = {
-            name: getattr(self, name) + getattr(other, name)
-            for name in (
-                "rows",
-                "encoded",
-                "reused",
-                "shards_written",
-                "shards_kept",
-                "shards_busy",
-                "bytes_written",
-                "clipped",
-                "notes",
-                "skipped",
-            )
-        }
-        loads = {
-            name: self.loads.get(name, Load(workers=0)) + other.loads.get(name, Load(workers=0))
-            for name in {**self.loads, **other.loads}
-        }
-        counts["skipped"].sort(key=lambda gone: (gone.row, gone.variant))
-        return Report(**counts, loads=loads, seconds=max(self.seconds, other.seconds))
+        return Report.of_all([self, other])
+
+    @classmethod
+    def of_all(cls, reports: Sequence[Report]) -> Report:
+        """The report of several processes together, each skipped row handled once."""
+        whole = cls(seconds=max((report.seconds for report in reports), default=0.0))
+        for report in reports:
+            for name in _NUMBERS:
+                setattr(whole, name, getattr(whole, name) + getattr(report, name))
+            whole.notes.update(report.notes)
+            whole.skipped += report.skipped
+            for name, load in report.loads.items():
+                whole.loads[name] = whole.loads.get(name, Load(workers=0)) + load
+        whole.skipped.sort(key=lambda gone: (gone.row, gone.variant))
+        return whole
 
     @property
     def bottleneck(self) -> str | None:
@@ -97,6 +91,8 @@ class Report:
             },
         }
 
+
+_NUMBERS = ("rows", "encoded", "reused", "shards_written", "shards_kept", "shards_busy", "bytes_written", "clipped")
 
 OnReport = Callable[[Report], object]
 

@@ -194,7 +194,7 @@ def _run_workers(
 
 
 def _together(workers: Sequence[_Worker], started: float) -> Report:
-    report = sum((worker.report for worker in workers), Report())
+    report = Report.of_all([worker.report for worker in workers])
     return replace(report, seconds=time.monotonic() - started)
 
 

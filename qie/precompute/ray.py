@@ -395,7 +395,7 @@ class _Workers:
 
     def _report(self) -> Report:
         """Of all workers. A stage's are those of the workers that were there at once, not of all that ever were."""
-        whole = sum((hand.report for hand in self.hands), self._buried)
+        whole = Report.of_all([self._buried, *(hand.report for hand in self.hands)])
         loads = {
             name: replace(load, workers=self._stages.get(name, 1) * max(1, self.most))
             for name, load in whole.loads.items()

@@ -57,3 +57,17 @@ def test_progress_is_a_bar_on_a_terminal_lines_in_a_log_and_nothing_when_quiet(
     told = [line.partition(",")[0] for line in err.splitlines() if place == "a log"]
     assert told == (["encoding: 1/2 rows", "encoding: 2/2 rows"] if place == "a log" else [])
     assert bool(err) == (place != "quiet")
+
+
+def test_reports_of_several_processes_add_up_with_skipped_rows_in_their_order() -> None:
+    parts = [
+        Report(rows=3, encoded=2, skipped=[Skipped(9, "row9", "broken")], loads={"vae": Load(2, 4.0)}, seconds=5.0),
+        Report(rows=4, reused=3, skipped=[Skipped(2, "row2", "broken")], seconds=1.0),
+        Report(rows=1, encoded=1, loads={"vae": Load(1, 3.0)}, seconds=2.0),
+    ]
+    whole = Report.of_all(parts)
+    assert (whole.rows, whole.encoded, whole.reused, whole.seconds) == (8, 3, 3, 5.0)
+    assert [gone.row for gone in whole.skipped] == [2, 9]
+    assert whole.loads == {"vae": Load(3, 7.0, workers=2)}
+    assert [gone.row for gone in parts[0].skipped] == [9], "a part stays as it is"
+    assert parts[0] + parts[1] + parts[2] == whole
