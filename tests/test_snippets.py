@@ -257,17 +257,19 @@ def test_shell_blocks_are_shell(page: Path) -> None:
 
 
 def test_rows_move_over_as_the_migration_page_says(photos: Path, tmp_path: Path) -> None:
-    script = "\n".join(blocks(DOCS / "migration.md", "sh"))
     for name, folder in (("image_dir", "training_images"), ("control_dir", "control_images")):
         shutil.copytree(photos / folder, tmp_path / name)
-        script = script.replace(f"/path/to/{name}", str(tmp_path / name))
+    shutil.copytree(photos / "control_images", tmp_path / "mask_dir")
     image, control = (next((tmp_path / name).glob("*.png")) for name in ("image_dir", "control_dir"))
     several = {"image_path": str(image), "control_path_0": str(control), "control_path_1": str(control), "caption": "x"}
     one = {"image_path": str(image), "control_path": str(control), "caption": "x"}
     (tmp_path / "old.jsonl").write_text(f"{json.dumps(several)}\n{json.dumps(one)}\n")
-    subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True)
-    folder, table = open_source(tmp_path / "photos"), open_source(tmp_path / "rows.jsonl")
-    assert len(folder) == len(open_source(photos)) and folder.read(0).prompt
+    found = [
+        yaml.safe_load(block.replace("/path/to", str(tmp_path))) for block in blocks(DOCS / "migration.md", "yaml")
+    ]
+    folder, table, masked = (open_source(one["data"].pop("source"), **one["data"]) for one in found if "data" in one)
+    assert len(folder) == len(masked) == len(open_source(photos)) and folder.read(0).prompt
+    assert folder.read(0).controls == masked.read(0).controls == (masked.read(0).mask,)
     assert [len(table.read(number).controls) for number in range(2)] == [2, 1]
 
 

@@ -88,6 +88,7 @@ def main(
     if prepare := click.get_current_context().obj:
         prepare()
     from qie.config import load_config, required
+    from qie.data.sources import source_notes
     from qie.from_config import open_encoder, open_rows, precompute_config, worker_configs
     from qie.precompute.estimate import estimate_precompute
     from qie.quiet_libraries import quiet_libraries
@@ -97,6 +98,8 @@ def main(
     if source:
         config = config.model_copy(update={"data": config.data.model_copy(update={"source": source})})
     rows = open_rows(config, "a folder, a CSV file, …, or --source")
+    for note in source_notes(rows):
+        echo(note, err=True)
     folder = open_folder(output or required(config.cache.cache_dir, "cache.cache_dir", "a folder, or --output"))
     wanted = _wanted(options, len(rows))
     if wanted is None:

@@ -181,9 +181,13 @@ def _write_page(
 
 
 def _count(place: str) -> int:
-    from qie.data.sources import open_source
+    from qie.data.sources import guess, open_source
+    from qie.errors import SourceError
 
-    return len(open_source(place, text_to_image=True))  # of any family: to count them is to read none
+    try:
+        return len(open_source(place, text_to_image=True))  # of any family: to count them is to read none
+    except SourceError:  # of another layout than qie's own, which the configuration names
+        return guess(place, text_to_image=True).rows
 
 
 def _explain(indexes: Sequence[File], options: dict[str, Any], as_json: bool, quiet: bool) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from qie.config import schema
-from qie.data.sources import guess, open_source
+from qie.data.sources import PRESETS, guess, open_source, source_notes
+from qie.errors import RowError, SourceError
 from qie.precompute import precompute
 from tests.builders import RECIPE
+from tests.sources.tables import Bucket, Table, write_tar
 from tests.stubs import StubEncoder
 
 ROWS = range(3)
@@ -161,3 +163,202 @@ def test_what_is_guessed_of_a_layout_opens_it_and_precomputes_every_row(tmp_path
     assert [content(source, index) for index in range(len(source))] == expected(layout)
     report = precompute(source, StubEncoder(), tmp_path / "out", rows=(0, 3))
     assert (report.encoded, report.skipped) == (3, [])
+
+
+def test_presets_of_the_configuration_are_those_of_sources() -> None:
+    assert set(get_args(schema.PresetName)) == set(PRESETS)
+
+
+# Columns
+
+
+def test_columns_may_have_any_names_and_there_may_be_several_controls(table: Table) -> None:
+    columns = ("before", "style", "after", "what to do", "where")
+    rows = [
+        ("images/c0.png", "images/d0.png", "images/t0.png", "p", "images/m0.png"),
+        ("images/c1.png", "", "images/t1.png", "q", ""),
+    ]
+    named = {"target": "After", "controls": ["before", "style"], "prompt": "what to do", "mask": "where"}
+    source = open_source(table.csv(rows, columns), columns=named)
+    first, second = source.read(0), source.read(1)
+    assert (first.target, first.controls, first.prompt, first.mask) == (
+        b"images/t0.png",
+        (b"images/c0.png", b"images/d0.png"),
+        "p",
+        b"images/m0.png",
+    )
+    assert (second.controls, second.mask) == ((b"images/c1.png",), None)
+
+
+def test_a_gap_between_controls_is_a_reason(table: Table) -> None:
+    rows = [{"a": "images/t0.png", "b": "", "c": "images/c0.png", "prompt": "p"}]
+    source = open_source(
+        table.jsonl([*rows, {"a": "images/t0.png", "b": "images/c0.png", "c": "", "prompt": "p"}]),
+        columns={"target": "a", "controls": ["b", "c"]},
+    )
+    with pytest.raises(RowError, match="no control image"):
+        source.read(0)
+    assert source.read(1).controls == (b"images/c0.png",)
+
+
+def test_each_source_of_a_mixture_may_have_its_own_columns_and_the_others_have_the_common_ones(table: Table) -> None:
+    first = table.csv([("images/t0.png", "images/c0.png", "p")], ("x", "y", "prompt"), name="one.csv")
+    second = table.csv([("images/c1.png", "images/t1.png", "q")], ("x", "y", "prompt"), name="two.csv")
+    common, own = {"target": "x", "controls": ["y"]}, {"target": "y", "controls": ["x"]}
+    source = open_source([{"source": first}, {"source": second, "columns": own}], columns=common)
+    assert [source.read(number).target for number in range(2)] == [b"images/t0.png", b"images/t1.png"]
+
+
+def test_members_of_a_tar_are_named_as_columns_are(tmp_path: Path) -> None:
+    members = [("0.input.jpg", b"c"), ("0.output.jpg", b"t"), ("0.json", b'{"edit": "p"}')]
+    place = write_tar(tmp_path / "x.tar", members)
+    source = open_source(place, columns={"target": "output", "controls": ["input"], "prompt": "edit"})
+    assert content(source, 0) == (b"t", (b"c",), "p")
+
+
+def test_what_is_missing_is_told_in_one_error_with_the_columns_and_the_preset_that_fits(tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        open_source(magicbrush(tmp_path))
+    error = caught.value
+    assert error.what == "no column holds the target image or the control image"
+    assert "source_img" in str(error.found) and "path_target" in str(error.expected)
+    assert error.hint == "this looks like MagicBrush: set data.preset: magicbrush"
+
+
+def test_rows_with_controls_are_not_taken_for_text_to_image(tmp_path: Path) -> None:
+    place = instruct_pix2pix(tmp_path)
+    with pytest.raises(SourceError, match="no column holds the control image") as caught:
+        open_source(place, text_to_image=True)
+    assert "data.preset: instruct_pix2pix" in str(caught.value.hint)
+    assert open_source(place, text_to_image=True, columns={"controls": []}).read(0).controls == ()
+
+
+@pytest.mark.parametrize("columns", [{"mask": "gone"}, {"controls": ["path_control", "gone"]}, {"name": "gone"}])
+def test_a_named_column_that_is_not_there_is_refused(table: Table, columns: dict[str, object]) -> None:
+    place = table.csv([("images/t0.png", "images/c0.png", "p")])
+    with pytest.raises(SourceError, match="there is no column gone") as caught:
+        open_source(place, columns=columns)
+    assert caught.value.found == "path_target, path_control, prompt"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"preset": "magic"}, "the preset is unknown"),
+        ({"columns": {"image": "x"}}, "a role of columns is unknown"),
+        ({"columns": {"target": 3}}, "not text"),
+        ({"preset": "kohya"}, "folder"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(table: Table, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SourceError, match=words):
+        open_source(table.csv([("images/t0.png", "images/c0.png", "p")]), **options)
+
+
+# Paths
+
+
+def test_absolute_paths_are_read_within_the_root_alone(tmp_path: Path) -> None:
+    place = absolute(tmp_path / "in")
+    for root in (None, str(tmp_path / "in" / "a")):
+        with pytest.raises(RowError, match="outside the source's root") as caught:
+            open_source(place, root=root).read(0)
+        assert "data.root" in str(caught.value.hint)
+
+
+def test_relative_paths_begin_at_the_root_which_may_be_a_bucket(tmp_path: Path, bucket: Bucket) -> None:
+    put(tmp_path / "far/t.png", b"t")
+    put(tmp_path / "far/c.png", b"c")
+    place = put(tmp_path / "tables/rows.csv", "path_target,path_control,prompt\nt.png,c.png,p\n")
+    for root in (str(tmp_path / "far"), "s3://bucket/far"):
+        assert content(open_source(place, root=root), 0) == (b"t", (b"c",), "p")
+
+
+# Folders
+
+
+def test_musubi_s_numbered_controls_are_in_order_and_without_a_gap(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        put(tmp_path / f"in/{name}.png", name)
+        put(tmp_path / f"in/{name}.txt", name)
+    for name in ("a_0000", "a_0001", "b_0", "b_2"):
+        put(tmp_path / f"ctl/{name}.png", name)
+    source = open_source(tmp_path / "in", preset="musubi", columns={"controls": ["../ctl"]})
+    assert source.read(0).controls == (b"a_0000", b"a_0001")
+    with pytest.raises(RowError, match="without gaps"):
+        source.read(1)
+
+
+def test_ai_toolkit_s_folders_of_controls_are_controls_in_the_order_they_are_named(tmp_path: Path) -> None:
+    pair_folders(tmp_path / "after", tmp_path / "before")
+    for number in ROWS:
+        put(tmp_path / f"style/{number}.png", f"s{number}")
+    (tmp_path / "style/2.png").unlink()
+    columns = {"target": "after", "controls": ["style", "before"]}
+    source = open_source(tmp_path, preset="ai_toolkit", columns=columns)
+    assert source.read(0).controls == (b"s0", b"c0")
+    with pytest.raises(RowError, match="no control image"):
+        source.read(2)
+    found = open_source(tmp_path, columns=columns)  # qie's own rules, other names
+    assert found.read(0).controls == (b"s0", b"c0")
+
+
+def test_a_folder_of_another_layout_is_refused_with_what_it_looks_like(tmp_path: Path) -> None:
+    pair_folders(tmp_path / "after", tmp_path / "before")
+    with pytest.raises(SourceError) as caught:
+        open_source(tmp_path)
+    assert "data.preset: ai_toolkit, data.columns: {target: after, controls: [before]}" in str(caught.value.hint)
+
+
+def test_kohya_s_folders_are_sources_whose_weight_is_their_number(tmp_path: Path) -> None:
+    for folder, names in (("3_red cat", "ab"), ("1_dog", "c")):
+        for name in names:
+            put(tmp_path / f"img/{folder}/{name}.png", name)
+            put(tmp_path / f"conditioning/{folder}/{name}.png", f"{name} before")
+    put(tmp_path / "img/3_red cat/a.txt", "a red cat, sitting")
+    source = open_source(tmp_path / "img", preset="kohya", columns={"controls": ["../conditioning"]})
+    found = [source.read(number) for number in ROWS]
+    assert [(row.source, row.prompt) for row in found] == [
+        ("1_dog", "dog"),
+        ("3_red cat", "a red cat, sitting"),
+        ("3_red cat", "red cat"),
+    ]
+    assert [row.controls for row in found] == [(b"c before",), (b"a before",), (b"b before",)]
+    assert {part.name: part.weight for part in source.parts} == {"1_dog": 1, "3_red cat": 3}  # type: ignore[attr-defined]
+    assert guess(tmp_path / "img", text_to_image=True).settings()["source"][1]["weight"] == 3  # type: ignore[index]
+
+
+# The Hub's folders
+
+
+def test_of_several_splits_train_is_read_and_the_others_are_told(tmp_path: Path) -> None:
+    for split in ("train", "dev"):
+        hub(tmp_path, {"target": "target_image", "control": "control_image", "prompt": "prompt"}, split=split)
+    source = open_source(tmp_path)
+    assert len(source) == 3 and source_notes(source) == [f"{tmp_path}: the split train is read, and not dev"]
+    assert source_notes(open_source([tmp_path]))[0].startswith(f"{tmp_path.name}: ")
+    assert open_source(f"{tmp_path}/data/dev-*.parquet").name(0) == "dev-00000-of-00001.parquet[0]"
+    (tmp_path / "data" / "train-00000-of-00001.parquet").rename(tmp_path / "data" / "test-00000-of-00001.parquet")
+    with pytest.raises(SourceError, match="several splits") as caught:
+        open_source(tmp_path)
+    assert caught.value.found == "dev, test" and "dev-*.parquet" in str(caught.value.hint)
+
+
+def test_parquet_is_read_by_ranges_not_whole(tmp_path: Path, bucket: Bucket) -> None:
+    rows = [
+        {
+            "target_image": {"bytes": bytes([n]) * 100_000, "path": ""},
+            "control_image": b"c",
+            "prompt": "p",
+            "more": bytes(90_000),
+        }
+        for n in range(20)
+    ]
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    place = tmp_path / "set" / "data" / "train-00000-of-00001.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), place, row_group_size=2, use_dictionary=False, compression="none")
+    source = open_source("s3://bucket/set")
+    assert source.read(7).target == bytes([7]) * 100_000
+    spans = [asked.rpartition(" ")[2].split("-") for asked in bucket.asked]
+    read = sum(int(stop) - int(start) for start, stop in spans)
+    assert read < place.stat().st_size / 4, f"{read} of {place.stat().st_size} bytes"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from qie.data.sources.layouts import Layout
 from qie.data.sources.mixture import SourceSpec
 from qie.errors import SourceError
-from qie.stores import Folder, open_folder
+from qie.stores import Folder, LocalFolder, open_folder
 
 _CONCEPT = re.compile(r"(?P<repeats>[1-9][0-9]{0,2})_(?P<concept>.+)")
 
@@ -39,7 +39,7 @@ def with_concepts(specs: Sequence[SourceSpec], layout: Layout) -> list[SourceSpe
 
 def _concepts(spec: SourceSpec, layout: Layout) -> list[SourceSpec]:
     root = open_folder(spec.source)
-    if not root.names():
+    if (isinstance(root, LocalFolder) and not root.root.is_dir()) or not root.names():
         raise SourceError(
             "the source is no folder, or is empty",
             where=spec.source,

@@ -80,6 +80,8 @@ class DatasetSource:
         split = query.get("split", "train")
         try:
             builder = datasets.load_dataset_builder(repo, name=query.get("config"), revision=revision)
+            if features := getattr(getattr(builder, "info", None), "features", None):
+                checked_roles(list(features), place, layout=layout)  # before terabytes are downloaded
             builder.download_and_prepare()
             dataset = builder.as_dataset(split=split)
         except (OSError, ValueError, RuntimeError, LookupError, datasets.exceptions.DatasetsError) as error:

@@ -22,6 +22,8 @@ from qie.stores import File
 from qie.types import Row
 
 CACHED_GROUPS = 2
+BUFFER_BYTES = 64 * 2**10
+"""Of a remote file: pyarrow asks for the parts of a file that it needs, each as a whole."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def _opened(file: File) -> Iterator[Any]:
     """The file, opened by pyarrow. Raises SourceError when it is missing or is not Parquet."""
     reader = library("pyarrow.parquet")
     source_size(file)
-    with file.open() as stream:
+    with file.open(BUFFER_BYTES) as stream:
         try:
             parquet = reader.ParquetFile(stream)
         except (OSError, library("pyarrow").ArrowException) as error:
