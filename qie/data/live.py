@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from qie.data.plan_settings import AT_ONCE
 from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
 from qie.errors import QieError, RowError, ShardError
@@ -26,6 +27,9 @@ from qie.shards.sample_table import Columns, ends_of, numbered
 from qie.shards.shard_set import ShardSet
 from qie.stages import Pipeline, Stage, Stages
 from qie.types import Facts, Row, Sample
+
+SHARD_ROWS = 64
+"""Rows of a shard that `qie-precompute` writes by default."""
 
 
 class RowEncoder(Protocol):
@@ -141,7 +145,8 @@ class LiveSamples:
         known: their facts, see `look_at_rows`.
         stored: shards in which samples are looked for before they are encoded. A key names its recipe, too, so what is
             found is what would be encoded. A record that turns out to be damaged is encoded instead.
-        shard_rows: rows per shard, if the order is to be that of shards of all rows; see `Columns.ends`.
+        shard_rows: rows per shard, if the order is to be that of shards of all rows; see `Columns.ends`. Without,
+            where so many rows are planned in windows of shards, as many as `qie-precompute` takes by default.
         say: told, once for each shard, of damaged records.
     """
 
@@ -192,13 +197,14 @@ class LiveSamples:
     @cached_property
     def columns(self) -> Columns:
         known, rows = self.known, np.array(self.known.rows, np.int64)
+        shard_rows = self.shard_rows or (SHARD_ROWS if len(rows) > AT_ONCE else None)
         sources, source_names = numbered(known.parts)
         return Columns(
             *numbered([facts.shape for facts in known.facts]),
             rows=rows,
             lengths=np.array([facts.tokens for facts in known.facts], np.int32),
             sources=sources,
-            ends=ends_of(rows // self.shard_rows if self.shard_rows else np.zeros(len(rows), np.int64)),
+            ends=ends_of(rows // shard_rows if shard_rows else np.zeros(len(rows), np.int64)),
             source_names=source_names or ("",),
             latent_scale=self.recipe.latent_scale,
         )

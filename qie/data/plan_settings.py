@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -103,10 +104,16 @@ class PlanSettings:
     def _weights(self, columns: Columns) -> list[float]:
         return [self.weights.get(name, 1.0) for name in columns.source_names]
 
-    def identity(self, samples: int) -> dict[str, Any]:
-        """The settings as a saved position of so many samples names them."""
+    def identity(self, samples: int, ends: NDArray[np.int64] | None = None) -> dict[str, Any]:
+        """The settings as a saved position of so many samples names them.
+
+        Args:
+            ends: of `Columns`, where they are known: the order of windows depends on how samples lie in shards.
+        """
         windows = samples > AT_ONCE and self.order != "sequence"
-        return {
+        filled = None if ends is None else np.unique(ends[ends > 0])
+        shards = {"shards": hashlib.sha256(filled.tobytes()).hexdigest()[:16]} if filled is not None and windows else {}
+        found = {
             "seed": self.seed,
             "global_batch_size": self.global_batch_size,
             "tail": self.tail,
@@ -115,3 +122,4 @@ class PlanSettings:
             "validation_rows": self.validation_rows,
             "plan_version": WINDOWS_VERSION if windows else PLAN_VERSION,
         }
+        return found | shards

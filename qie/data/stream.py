@@ -164,7 +164,8 @@ class FixedPlans:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Hashed once: of many samples, to hash their keys takes longer than to read a batch."""
-        return self.settings.identity(len(self.samples.columns)) | {"samples": self.samples.digest[:16]}
+        columns = self._columns
+        return self.settings.identity(len(columns), columns.ends) | {"samples": self.samples.digest[:16]}
 
     def of(self, epoch: int) -> Plan | WindowedPlan:
         """Two are kept: at an epoch's end, batches of the next one are on their way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+import qie.data.live
 import qie.data.plan_settings
 import qie.data.windows
 from qie.data.kept_samples import Keep
@@ -21,6 +23,7 @@ from qie.data.opening import open_stream
 from qie.data.plan import PLAN_VERSION
 from qie.data.stream import Stream
 from qie.errors import QieError, UsageError
+from qie.precompute import precompute
 from qie.types import Batch
 from tests.conftest import ROOT
 from tests.stream.checks import all_facts, assert_restores_everywhere, epoch_after_epoch, facts, write
@@ -74,8 +77,27 @@ def test_at_every_position_of_plans_in_windows(
     assert_restores_everywhere(opener(shards, **settings, **rank))
 
     assert len(list(opener(shards, **settings)().plan.windows())) > 2
-    with pytest.raises(UsageError, match="another stream: plan_version changed"):
+    with pytest.raises(UsageError, match="another stream: plan_version, shards changed"):
         opener(shards, **settings)().load_state_dict(before)
+
+
+@pytest.mark.parametrize("order", ["shuffle", "blocks", "sequence"])
+def test_rows_that_are_encoded_live_come_in_the_order_of_their_shards_in_windows(
+    shards: Path, tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a position of one order is refused in that of other shards."""
+    for module in (qie.data.plan_settings, qie.data.live):
+        monkeypatch.setattr(module, "AT_ONCE", 0)
+    monkeypatch.setattr(qie.data.windows, "WINDOW", 8)
+    assert inspect.signature(precompute).parameters["shard_size"].default == qie.data.live.SHARD_ROWS
+    monkeypatch.setattr(qie.data.live, "SHARD_ROWS", 5)
+    live = open_stream(StubSource.of(ROWS), encoder=StubEncoder(), batch_size=4, seed=3, order=order, block_size=2)
+    cached = opener(shards, order=order, block_size=2)()
+    cached.load_state_dict(live.state_dict())
+    if order != "sequence":
+        with pytest.raises(UsageError, match="another stream: shards changed"):
+            opener(write(tmp_path, ROWS, shard_size=7), order=order, block_size=2)().load_state_dict(live.state_dict())
+    assert all_facts(live.forever(), 2 * len(live)) == all_facts(cached.forever(), 2 * len(live))
 
 
 def test_at_every_position_of_rows_with_any_number_of_controls_or_none(tmp_path: Path) -> None:
