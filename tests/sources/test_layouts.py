@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -11,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qie.config import schema
+from qie.config import Config, schema
 from qie.data.sources import PRESETS, guess, open_source, source_notes
 from qie.errors import RowError, SourceError
+from qie.from_config import source_specs
 from qie.precompute import precompute
 from tests.builders import RECIPE
 from tests.sources.tables import Bucket, Table, write_tar
@@ -144,6 +146,8 @@ def test_every_layout_gives_the_same_rows_with_the_same_keys(tmp_path: Path, lay
     given = {name: str(tmp_path) if value == "{root}" else value for name, value in options.items()}
     source = open_source(place, **given)  # type: ignore[arg-type]
     assert [content(source, index) for index in range(len(source))] == expected(layout)
+    sent = pickle.loads(pickle.dumps(source))
+    assert sent == source and [sent.read(index) for index in ROWS] == [source.read(index) for index in ROWS]
     if layout not in ("kohya", "MagicBrush"):  # one has no controls, the other a mask
         pairs = tmp_path / "pairs"
         pair_folders(pairs / "training_images", pairs / "control_images")
@@ -255,6 +259,13 @@ def test_a_layout_that_cannot_be_is_refused(table: Table, options: dict[str, Any
         open_source(table.csv([("images/t0.png", "images/c0.png", "p")]), **options)
 
 
+def test_a_named_column_may_come_after_the_lines_that_are_looked_at(table: Table) -> None:
+    row = {"target": "images/t0.png", "control": "images/c0.png", "prompt": "p"}
+    place = table.jsonl([row] * 100 + [row | {"where": "images/m0.png"}])
+    source = open_source(place, columns={"mask": "where"})
+    assert (source.read(0).mask, source.read(100).mask) == (None, b"images/m0.png")
+
+
 # Paths
 
 
@@ -325,6 +336,13 @@ def test_kohya_s_folders_are_sources_whose_weight_is_their_number(tmp_path: Path
     ]
     assert [row.controls for row in found] == [(b"c before",), (b"a before",), (b"b before",)]
     assert {part.name: part.weight for part in source.parts} == {"1_dog": 1, "3_red cat": 3}  # type: ignore[attr-defined]
+    config = Config.model_validate(
+        {
+            "model": {"pretrained_model_name_or_path": "some/model"},
+            "data": {"source": str(tmp_path / "img"), "preset": "kohya"},
+        }
+    )
+    assert {spec.title: spec.weight for spec in source_specs(config)} == {"1_dog": 1, "3_red cat": 3}
     assert guess(tmp_path / "img", text_to_image=True).settings()["source"][1]["weight"] == 3  # type: ignore[index]
 
 

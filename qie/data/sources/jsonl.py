@@ -86,6 +86,11 @@ class JsonlSource:
                 expected="a JSON object per line",
                 found=fault.found or fault.what,
             )
+        if len(self) > _LOOKED_AT:  # what a row may lack may come later
+            names = self.layout.columns
+            rare = [name for name in (names.mask, *(names.controls or ())[1:]) if name is not None]
+            for name in rare:
+                keys.setdefault(name.strip().lower(), name)
         return list(keys.values())
 
     def _hashes(self) -> Iterator[int]:
