@@ -100,12 +100,13 @@ def precompute_config(
     settings: Settings,
     progress: Callable[[Report], object],
     say: Callable[[str], object] = warnings.warn,
+    prune: bool = False,
 ) -> Report:
     """Precompute rows of a configuration's source in this process, in workers, or on a Ray cluster.
 
     Args:
         config: says how to encode.
-        source, output, rows, shard_size, settings, progress: see `qie.precompute.precompute`.
+        source, output, rows, shard_size, settings, progress, prune: see `qie.precompute.precompute`.
         engine: this machine, or a Ray cluster.
         devices: those of local workers, see `worker_configs`; None for this process.
         say: told what a Ray cluster is waited for, and which of its nodes died.
@@ -115,6 +116,7 @@ def precompute_config(
     if engine == "ray":
         from qie.precompute.ray import precompute_on_ray
 
+        _require_unpruned(output, prune)
         return precompute_on_ray(
             partial(open_worker, config),
             output,
@@ -138,7 +140,17 @@ def precompute_config(
         settings=settings,
         workers=openers,
         progress=progress,
+        prune=prune,
     )
+
+
+def _require_unpruned(output: Folder, prune: bool) -> None:
+    """Raise UsageError for what a Ray cluster does not do: to prune, or to end a run that did."""
+    from qie.precompute.prune import require_pruned
+
+    if prune:
+        raise UsageError("--prune cannot be combined with --engine ray", hint="prune on one machine first")
+    require_pruned(output)
 
 
 def open_rows(config: Config, expected: str = "rows") -> Source:

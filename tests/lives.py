@@ -1,9 +1,9 @@
 """Runs of precompute as real processes, which may die at a chosen moment. Run as a script, it forks them.
 
-A line that it reads is JSON: directory, family of models, how many events a run may live to see, and ranges of rows
-with a shard size, for each of which a run is started at once. It prints their wait statuses and the rows that they
-encoded. An event is a moment at which something can be half done: a row about to be encoded, and every call that opens,
-syncs, renames, removes or appends to a file.
+A line that it reads is JSON: directory, family of models, how many events a run may live to see, ranges of rows with a
+shard size, for each of which a run is started at once, and rows that the source has lost: then runs prune. It prints
+their wait statuses and the rows that they encoded. An event is a moment at which something can be half done: a row
+about to be encoded, and every call that opens, syncs, renames, removes, links or appends to a file.
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ class Lives:
         ranges: Sequence[tuple[int, int]] = ((0, ROWS),),
         sizes: Sequence[int] = (SHARD_SIZE,),
         family: str = "edit",
+        lost: Sequence[int] = (),
     ) -> tuple[bool, list[int]]:
-        """Whether a run was killed, and which rows they encoded. The ranges take turns with shard `sizes`."""
+        """Whether a run was killed, and which rows they encoded. The ranges take turns with shard `sizes`. With rows
+        that are `lost` and renumbered, runs prune."""
         assert self._warden.stdin and self._warden.stdout
         runs = [(*rows, sizes[number % len(sizes)]) for number, rows in enumerate(ranges)]
-        self._warden.stdin.write(json.dumps([str(directory), family, events, runs]) + "\n")
+        self._warden.stdin.write(json.dumps([str(directory), family, events, runs, list(lost)]) + "\n")
         self._warden.stdin.flush()
         statuses, encoded = json.loads(self._warden.stdout.readline())
         assert set(statuses) <= {0, signal.SIGKILL}, statuses
         return any(statuses), encoded
 
 
-def _mortal(events: int) -> None:
+def _mortal(events: int, *, prunes: bool) -> None:
     lock = threading.Lock()
     left = [events]
 
@@ -76,6 +78,7 @@ def _mortal(events: int) -> None:
 
     for owner, name in (
         (os, "fsync"),
+        (os, "link"),
         (os, "open"),
         (Path, "replace"),
         (Path, "unlink"),
@@ -83,14 +86,18 @@ def _mortal(events: int) -> None:
         (tarfile.TarFile, "addfile"),
     ):
         counted(owner, name)
+    if prunes:
+        counted(os, "unlink")  # of the folder of links; elsewhere it is what `Path.unlink` calls
     from tests.stubs import StubEncoder
 
     counted(StubEncoder, "encode")
 
 
-def _run(directory: Path, family: str, events: int, rows: tuple[int, int], shard_size: int, report: int) -> None:
+def _run(
+    directory: Path, family: str, events: int, rows: tuple[int, int], shard_size: int, report: int, lost: list[int]
+) -> None:
     from qie.precompute import precompute
-    from tests.stubs import RECIPES, StubEncoder, StubSource
+    from tests.stubs import RECIPES, StubEncoder, StubSource, without
 
     class Telling(StubEncoder):
         def encode(self, row):  # type: ignore[no-untyped-def]
@@ -98,8 +105,10 @@ def _run(directory: Path, family: str, events: int, rows: tuple[int, int], shard
             os.write(report, f"{row.index}\n".encode())
             return sample
 
-    _mortal(events)
-    precompute(StubSource.of(ROWS), Telling(RECIPES[family]), directory, rows=rows, shard_size=shard_size)
+    source = without(StubSource.of(rows[1] + len(lost)), lost) if lost else StubSource.of(ROWS)
+    _mortal(events, prunes=bool(lost))
+    encoder = Telling(RECIPES[family])
+    precompute(source, encoder, directory, rows=rows, shard_size=shard_size, prune=bool(lost))
 
 
 def main() -> None:
@@ -107,14 +116,14 @@ def main() -> None:
     import tests.stubs  # noqa: F401
 
     for line in sys.stdin:
-        directory, family, events, runs = json.loads(line)
+        directory, family, events, runs, lost = json.loads(line)
         reader, writer = os.pipe()
         children = []
         for first, last, shard_size in runs:
             children.append(os.fork())
             if children[-1] == 0:
                 os.close(reader)
-                _run(Path(directory), family, events, (first, last), shard_size, writer)
+                _run(Path(directory), family, events, (first, last), shard_size, writer, lost)
                 os._exit(0)
         os.close(writer)
         with os.fdopen(reader) as told:

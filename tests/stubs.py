@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,3 +124,9 @@ class StubSource:
         if row.target == b"missing":
             raise RowError("no control image", where=row.name)
         return row
+
+
+def without(source: StubSource, lost: Collection[int]) -> StubSource:
+    """A source that lost some rows; the others are numbered anew."""
+    left = [row for row in source.rows if row.index not in lost]
+    return StubSource(tuple(replace(row, index=number) for number, row in enumerate(left)))

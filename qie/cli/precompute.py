@@ -63,6 +63,9 @@ if TYPE_CHECKING:
 @click.option(
     "--trust-published", is_flag=True, help="Keep published shards without comparing their rows with the source."
 )
+@click.option(
+    "--prune", is_flag=True, help="Make the shards of a source that lost rows, of records that the output has."
+)
 @click.option("--dry-run", is_flag=True, help="Check every row, estimate bytes and time, and write nothing.")
 @click.option("--log", "log_path", metavar="FILE", help="Append progress to FILE as JSON lines.")
 @set_option
@@ -101,7 +104,7 @@ def main(
     for note in source_notes(rows):
         echo(note, err=True)
     folder = open_folder(output or required(config.cache.cache_dir, "cache.cache_dir", "a folder, or --output"))
-    wanted = _wanted(options, len(rows))
+    wanted = _wanted(options, len(rows), dry_run)
     if wanted is None:
         return
     quiet_libraries()
@@ -114,17 +117,35 @@ def main(
         _finish(found.skipped)
     with Progress("encoding", wanted[1] - wanted[0], "rows", quiet=quiet) as progress, JsonLog(log_path) as log:
         run = partial(precompute_config, config, rows, folder, settings=settings, rows=wanted, devices=devices)
-        run = partial(run, engine=options["engine"], shard_size=options["shard_size"], say=progress.say)
+        run = partial(
+            run, prune=options["prune"], engine=options["engine"], shard_size=options["shard_size"], say=progress.say
+        )
         report = _followed(run, wanted[1] - wanted[0], progress, log)
     _print(report, folder)
     _finish(report.skipped)
 
 
-def _wanted(options: dict[str, Any], rows: int) -> Range | None:
+def _check_prune(options: dict[str, Any], dry_run: bool) -> None:
+    """Raise UsageError for what does not go with --prune."""
+    from qie.errors import UsageError
+
+    given = {
+        "--dry-run": dry_run,
+        "--trust-published": options["trust_published"],
+        "--engine ray": options["engine"] == "ray",
+    }
+    given |= {f"--{name.replace('_', '-')}": options[name] is not None for name in ("start_idx", "end_idx", "part")}
+    other = next((name for name, there in given.items() if there), None)
+    if options["prune"] and other:
+        raise UsageError(f"--prune cannot be combined with {other}", hint="it compares all rows with all shards")
+
+
+def _wanted(options: dict[str, Any], rows: int, dry_run: bool) -> Range | None:
     """The rows of this run; None, after a line that says so, for a part without any."""
     from qie.errors import UsageError
     from qie.precompute import resolve_part, resolve_range
 
+    _check_prune(options, dry_run)
     part, start, stop = options["part"], options["start_idx"], options["end_idx"]
     if part is None:
         return resolve_range(start or 0, stop, rows)

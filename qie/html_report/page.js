@@ -57,9 +57,10 @@ for (const line of document.querySelectorAll("[data-copy]")) {
   button.addEventListener("click", () => {
     const code = line.querySelector("code");
     getSelection().selectAllChildren(code);
-    // A page that was opened as a file may have no clipboard; the older way needs none.
-    if (navigator.clipboard) navigator.clipboard.writeText(code.textContent).then(said, () => {});
-    else if (document.execCommand("copy")) said();
+    // A page that was opened as a file may have no clipboard, or not be allowed to use it; the older way needs neither.
+    const copied = () => document.execCommand("copy") && said();
+    if (navigator.clipboard) navigator.clipboard.writeText(code.textContent).then(said, copied);
+    else copied();
   });
   line.append(button);
 }

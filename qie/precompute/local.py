@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -25,6 +26,7 @@ from qie.data.sources import Source
 from qie.errors import QieError, UsageError
 from qie.precompute.counts import OnReport, Report
 from qie.precompute.engine import Engine, Settings
+from qie.precompute.prune import pruned, require_pruned
 from qie.precompute.ranges import Range, shard_ranges
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
@@ -49,6 +51,7 @@ def precompute(
     settings: Settings | None = None,
     workers: Sequence[Opener] = (),
     progress: OnReport = lambda report: None,
+    prune: bool = False,
 ) -> Report:
     """Bring the shards of `rows` in `output` up to date with `source`.
 
@@ -63,8 +66,10 @@ def precompute(
         settings: see `Settings`.
         workers: open source and encoder in processes of their own, which do the work; none for this process.
         progress: called with the report as it grows.
+        prune: make the files of a run into an empty folder of what the output has, whatever rows the source has lost.
 
     Raises:
+        UsageError: the output holds rows that the source no longer has, and `prune` is false or not possible there.
         RecipeMismatchError: the output holds shards of another recipe.
         RowError: a row cannot be encoded and `on_error` is "stop".
         ShardError, StoreError: a shard cannot be read or written, or, in a store without locks, another run has
@@ -72,11 +77,20 @@ def precompute(
     """
     output = open_folder(output)
     settings = settings or Settings()
-    shards = plan_shards(output, encoder.recipe, rows, shard_size, len(source))
-    if workers:
-        report = _run_workers(workers, partial(_engine, output, settings, encoder.recipe), shards, progress)
+    if prune:
+        if settings.trust_published:
+            raise UsageError("--prune compares all rows with the shards, and --trust-published none")
+        context: AbstractContextManager[tuple[str, ...]] = pruned(output, encoder.recipe, rows, shard_size, len(source))
     else:
-        report = Engine(source, encoder, output, settings, progress).run(shards)
+        require_pruned(output)
+        context = nullcontext(())
+    with context as links:
+        settings = replace(settings, reuse=(*settings.reuse, *links))
+        shards = plan_shards(output, encoder.recipe, rows, shard_size, len(source))
+        if workers:
+            report = _run_workers(workers, partial(_engine, output, settings, encoder.recipe), shards, progress)
+        else:
+            report = Engine(source, encoder, output, settings, progress).run(shards)
     require_disjoint((index, rows_of(index)) for index in published(output))
     return report
 
@@ -112,7 +126,7 @@ def check_output(output: Folder, recipe: Recipe, source_rows: int) -> list[File]
                 "the output holds rows that the source no longer has",
                 where=there[-1],
                 expected=f"rows below {source_rows}",
-                hint="write to another folder, or delete this shard and its index",
+                hint="add --prune, which keeps the records of the rows that are left; or write to another folder",
             )
     return there
 

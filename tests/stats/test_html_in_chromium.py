@@ -103,6 +103,16 @@ def test_samples_are_filtered_by_words(tab: Tab, page: Path) -> None:
     assert tab.value("document.querySelector('.filter span').textContent") == f"1 of {len(PROMPTS)}"
 
 
+def test_the_command_that_excludes_a_sample_is_copied_by_a_click(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    tab.value("document.addEventListener('copy', () => (window.taken = getSelection().toString()))")
+    tab.value("navigator.clipboard.writeText = text => ((window.taken = text), Promise.resolve())")
+    tab.value("document.querySelectorAll('.gallery .command button')[1].click()")
+    key = read_index(page.with_name("00000000-00000006.json")).samples[1].key
+    assert tab.value("window.taken") == f"qie-stats {page.parent} --exclude {key[:16]}"
+    assert tab.value("document.querySelectorAll('.command button')[1].textContent") == "copied"
+
+
 def test_skipped_rows_are_sorted_by_a_click(tab: Tab, page: Path) -> None:
     tab.open(page)
     rows = "[...document.querySelectorAll('table[data-sort] tbody tr')].map(one => one.cells[0].textContent)"

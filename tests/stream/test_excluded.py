@@ -105,7 +105,8 @@ def test_a_global_batch_of_which_nothing_is_left_is_skipped_by_all_ranks_and_cou
         return open_stream(shards, batch_size=4 // world_size, rank=world_size - 1, world_size=world_size, prefetch=3)
 
     assert len(new()) == new().count(1) == len(before)
-    assert_restores_everywhere(new, epochs=2)
+    if world_size > 1:
+        assert_restores_everywhere(new, epochs=2)
     resumed = new()
     resumed.load_state_dict(new().state_dict() | {"position": len(before) - 1})  # as a run without the list saves it
     assert len(all_facts(resumed)) > len(after) / 2 and (resumed.epoch, resumed.position) == (2, 0)
