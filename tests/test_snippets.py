@@ -209,7 +209,7 @@ def checked(command: str, arguments: list[str]) -> dict[str, object]:
     """A command's options, after all that it checks without its files."""
     params = COMMANDS[command].make_context(command, list(arguments)).params
     if command == "stats":
-        stats._check({**params, "source": params["source"]})
+        stats._check(params, bool(params["as_json"]))
     if command == "precompute":
         precompute._devices(params)
     if command == "predict":
