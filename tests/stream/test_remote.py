@@ -23,6 +23,7 @@ from qie.errors import QieError
 from qie.shards.cache import ShardCache
 from qie.shards.compact_index import COMPACT_NAME
 from qie.shards.discovery import find_indexes
+from qie.shards.excluded import EXCLUDED_NAME
 from qie.shards.shard_set import ShardSet, compact_folder
 from qie.stats import summarise
 from qie.stores import open_folder
@@ -235,7 +236,8 @@ def test_a_folder_of_a_web_server_opens_by_its_compacted_index_alone(
 
     stream = open_stream(url, **SETTINGS)
 
-    assert nginx.asked() == [f"{way}|/listed/{COMPACT_NAME}|-" for way in ("HEAD", "GET")]
+    index = [f"{way}|/listed/{COMPACT_NAME}|-" for way in ("HEAD", "GET")]
+    assert nginx.asked() == [*index, f"GET|/listed/{EXCLUDED_NAME}|-"]
     assert all_facts(stream.forever(), len(expected)) == expected
     assert all_facts(open_stream(f"{url}/*.tar", **SETTINGS).forever(), len(expected)) == expected
     found = summarise(find_indexes([url]), verify=True)
