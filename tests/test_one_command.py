@@ -46,7 +46,7 @@ def test_the_list_names_every_subcommand_and_the_version_is_the_package_s() -> N
         (["trian"], "No such command: trian. Did you mean qie train?"),
         (["qie-train", "--batch_size", "2"], "data.batch_size"),
         (["train", "--batch_size", "2"], "data.batch_size"),
-        (["zzz"], "No such command: zzz. There are precompute, "),
+        (["zzz"], "No such command: zzz. There are init, precompute, "),
         (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--nothing"], "--nothing"),
     ],

@@ -10,6 +10,7 @@ import click
 from qie.cli.common import echo
 
 SUBCOMMANDS = {
+    "init": ("qie.cli.init", "Write a configuration that fits a model, rows and a GPU."),
     "precompute": ("qie.cli.precompute", "Encode the rows of a source once, and write them as shards."),
     "stats": ("qie.cli.stats", "Summarise and verify shards; say why a row is missing."),
     "train": ("qie.cli.train", "Train on shards, or on rows that are encoded live."),

@@ -19,7 +19,7 @@ LAYERS = [
     ["precompute", "training"],
     ["inference", "stats"],
     ["from_config", "html_report"],
-    ["stream_chooser", "doctor"],
+    ["stream_chooser", "doctor", "first_config"],
     ["legacy"],
     ["cli"],
     ["__main__"],

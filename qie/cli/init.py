@@ -1,0 +1,56 @@
+"""qie init: a first configuration for a model, rows and a GPU."""
+
+from __future__ import annotations
+
+import click
+
+from qie.cli.common import Command, FiniteRange, echo, explained
+
+HERE_GB = 24.0
+
+
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", required=True, metavar="MODEL", help="A folder, or a name on the Hub.")
+@click.option("--source", required=True, metavar="SOURCE", help="Rows: a folder, a table, a dataset, tars.")
+@click.option(
+    "--vram",
+    type=FiniteRange(0, 10_000, min_open=True),
+    metavar="GB",
+    help="GPU memory; default: that of this GPU, or 24.",
+)
+@click.option("--output", default="config.yaml", show_default=True, metavar="FILE", help="The configuration to write.")
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
+@explained
+def main(model: str, source: str, vram: float | None, output: str, force: bool) -> None:
+    """Look at some rows of SOURCE, and write a configuration that fits them, the model and the GPU's memory.
+
+    Its comments say why. Memory is that of qie-train --dry-run. Released models are known without a network.
+    """
+    from qie.config import load_config
+    from qie.errors import UsageError
+    from qie.first_config import RELEASED, model_of, sample_rows, write_config
+    from qie.paths import local_path, require_writable
+    from qie.quiet_libraries import quiet_libraries
+
+    file = local_path(output)
+    if file.exists() and not force:
+        raise UsageError("the file exists already", where=file, hint="name another with --output, or add --force")
+    require_writable(file)
+    quiet_libraries()
+    gb = vram or _here()
+    with model_of(model) as pretrained:
+        rows = sample_rows(source, pretrained.family)
+        text = "\n".join(write_config(model, pretrained, rows, gb, output)) + "\n"
+    file.write_text(text, encoding="utf-8")
+    load_config(file)
+    if model in RELEASED:
+        echo(f"{model}: a released model; its sizes are known, and nothing was downloaded")
+    echo(f"{file}: {rows.place.rows} rows ({rows.place.title}), a GPU of {gb:g} GB")
+    echo(f"next: qie precompute --config {output} --dry-run")
+
+
+def _here() -> float:
+    """Gigabytes of this machine's first GPU."""
+    import torch
+
+    return torch.cuda.mem_get_info()[1] / 1e9 if torch.cuda.is_available() else HERE_GB
