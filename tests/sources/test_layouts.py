@@ -277,6 +277,26 @@ def test_absolute_paths_are_read_within_the_root_alone(tmp_path: Path) -> None:
         assert "data.root" in str(caught.value.hint)
 
 
+def test_of_paths_all_over_the_disk_no_root_is_guessed(tmp_path: Path) -> None:
+    place = put(tmp_path / "rows.csv", f"path_target,path_control,prompt\n/etc/passwd,{tmp_path}/x.png,p\n")
+    assert guess(place).settings() == {"source": str(place)}
+
+
+def test_relative_paths_of_a_table_below_its_images_are_found_above_it(tmp_path: Path) -> None:
+    put(tmp_path / "img/t.png", b"t")
+    put(tmp_path / "img/c.png", b"c")
+    place = put(tmp_path / "meta/rows.csv", "path_target,path_control,prompt\nimg/t.png,img/c.png,p\n")
+    found = guess(place)
+    assert found.settings() == {"source": str(place), "root": str(tmp_path)}
+    assert found.notes == (f"paths begin at {tmp_path}",)
+
+
+def test_a_folder_that_holds_nothing_is_refused_whatever_is_guessed(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="the expected layout") as caught:
+        guess(tmp_path)
+    assert caught.value.found == "an empty folder"
+
+
 def test_relative_paths_begin_at_the_root_which_may_be_a_bucket(tmp_path: Path, bucket: Bucket) -> None:
     put(tmp_path / "far/t.png", b"t")
     put(tmp_path / "far/c.png", b"c")

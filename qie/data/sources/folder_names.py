@@ -11,7 +11,7 @@ from qie.data.sources.layouts import DEFAULT, Layout, Names
 from qie.data.sources.source import TEXT_TO_IMAGE
 from qie.errors import SourceError
 from qie.image_formats import IMAGE_SUFFIXES
-from qie.stores import Folder, LocalFolder, open_folder, scheme_of
+from qie.stores import Folder, LocalFolder, StoreError, open_folder, scheme_of
 
 TARGET_FOLDERS = ("training_images", "images", "target_images")
 CONTROL_FOLDERS = ("control_images", "control")
@@ -102,7 +102,11 @@ def _by_content(folder: Folder, layout: Layout) -> Names:
 
 def _stems(folder: Folder) -> tuple[set[str], set[str]]:
     """The stems of a folder's images, and of its captions."""
-    parts = [os.path.splitext(name) for name in folder.names() if not name.startswith(".")]  # noqa: PTH122
+    try:
+        names = folder.names()
+    except StoreError:  # such as lost+found: what cannot be listed is no part of the source
+        return set(), set()
+    parts = [os.path.splitext(name) for name in names if not name.startswith(".")]  # noqa: PTH122
     images = {stem for stem, ending in parts if ending.lower() in IMAGE_SUFFIXES}
     return images, {stem for stem, ending in parts if ending in _CAPTIONS}
 

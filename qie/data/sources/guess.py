@@ -66,13 +66,13 @@ def guess(place: str | Path, *, text_to_image: bool = False) -> Guess:
         except SourceError as error:
             first = first or error
             continue
+        notes = source_notes(source)
         if (root := _root(spec, source)) is not None:
             spec, layout = replace(spec, root=root), replace(layout, root=root)
             source = open_laid_out(spec.source, layout)
-        title = "qie's own names" if spec.preset is None else f"{PRESETS[spec.preset].title}'s names"
-        return Guess(
-            title, tuple(with_concepts([spec], layout)), len(source), _controls(source), tuple(source_notes(source))
-        )
+            notes.append(f"paths begin at {root}")
+        title = "qie's own names" if spec.preset is None else f"as {PRESETS[spec.preset].title} has it"
+        return Guess(title, tuple(with_concepts([spec], layout)), len(source), _controls(source), tuple(notes))
     assert first is not None
     raise first
 
@@ -95,6 +95,8 @@ def _folder_at(place: str) -> LocalFolder | None:
 
 def _pairs(folder: LocalFolder, place: str) -> SourceSpec | None:
     """Folders of images with captions: kohya's if they are called so, musubi's if controls are numbered."""
+    if not folder.names():
+        return None
     concepts = with_concepts([SourceSpec(place, preset="kohya")], Layout())
     if len(concepts) > 1 or concepts[0].source != place:
         return SourceSpec(place, preset="kohya")
@@ -129,7 +131,9 @@ def _root(spec: SourceSpec, source: Source) -> str | None:
         with suppress(RowError):
             paths += [path for path in cells(index).paths() if scheme_of(path) is None]
     if absolute := [str(Path(path).parent) for path in paths if Path(path).is_absolute()]:
-        return os.path.commonpath(absolute)
+        common = os.path.commonpath(absolute)
+        # A table from a stranger names what it likes: all of a disk is for its user to open, not for a guess.
+        return common if len(Path(common).parts) > 2 and Path(common) != Path.home() else None
     above = local_path(spec.source).resolve().parents
     roots = [Path.cwd(), *above[1 : 1 + _UP]]
     return next((str(root) for root in roots if any((root / path).is_file() for path in paths)), None)
