@@ -22,8 +22,11 @@ from qie.errors import UsageError
 from qie.families import FAMILIES
 from qie.first_config import areas_for, choose_plan, largest_run, model_of, plans, sample_rows
 from qie.from_config import open_rows
+from qie.precompute import precompute
 from qie.training.memory import estimate
+from tests.sources import test_layouts as layouts
 from tests.sources.tables import write_tar
+from tests.stubs import StubEncoder
 
 KINDS = ["csv", "jsonl", "parquet", "dataset", "tar", "folder"]
 COUNT = 3
@@ -92,6 +95,19 @@ def test_what_is_written_for_a_source_of_any_kind_loads_and_opens_its_rows(
     rows = open_rows(load_config(file))
     assert len(rows) == COUNT and len(rows.read(0).controls) == 1 and rows.read(0).prompt == "make it teal"
     assert file.read_text().startswith(f"# yaml-language-server: $schema={SCHEMA_FILE}\n")
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_what_is_written_for_data_as_people_have_it_encodes_every_row_without_an_edit(
+    layout: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "target", lambda number: picture("teal", (48, 32 + number)))
+    monkeypatch.setattr(layouts, "control", lambda number: picture("navy", (48, 32 + number)))
+    model = request.getfixturevalue("tiny_21" if layout == "kohya" else "tiny_edit")
+    place, file = layouts.LAYOUTS[layout][0](tmp_path / "in"), tmp_path / "new.yaml"
+    answer("init", "--model", model, "--source", place, "--vram", 24, "--output", file)
+    report = precompute(open_rows(load_config(file)), StubEncoder(), tmp_path / "out", rows=(0, COUNT))
+    assert (report.encoded, report.skipped) == (COUNT, [])
 
 
 def test_what_is_written_for_each_family_passes_a_dry_run(tiny_model: Path, family: str, tmp_path: Path) -> None:
