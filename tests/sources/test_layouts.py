@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections.abc import Callable
@@ -11,11 +12,13 @@ from typing import Any, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
-from qie.config import Config, schema
+from qie.cli import init
+from qie.config import Config, load_config, schema
 from qie.data.sources import PRESETS, guess, open_source, source_notes
 from qie.errors import RowError, SourceError
-from qie.from_config import source_specs
+from qie.from_config import open_rows, source_specs
 from qie.precompute import precompute
 from tests.builders import RECIPE
 from tests.sources.tables import Bucket, Table, write_tar
@@ -24,12 +27,22 @@ from tests.stubs import StubEncoder
 ROWS = range(3)
 
 
+def image(number: int, what: bytes) -> bytes:
+    """A picture, followed by what no decoder gives back."""
+    file = io.BytesIO()
+    Image.new("RGB", (320, 256), (number, 0, 0)).save(file, "PNG")
+    return file.getvalue() + what
+
+
+TARGETS, CONTROLS = ([image(number, what) for number in ROWS] for what in (b"target", b"control"))
+
+
 def target(number: int) -> bytes:
-    return f"t{number}".encode()
+    return TARGETS[number]
 
 
 def control(number: int) -> bytes:
-    return f"c{number}".encode()
+    return CONTROLS[number]
 
 
 def put(path: Path, content: bytes | str) -> Path:
@@ -78,7 +91,7 @@ def hub(root: Path, names: dict[str, str], *, split: str = "train", **more: list
     made = {"target": target, "control": control, "prompt": "do {}".format}
     columns = {name: [made[role](number) for number in ROWS] for role, name in names.items()}
     for role in ("target", "control"):
-        columns[names[role]] = [{"bytes": content, "path": f"{content!r}.jpg"} for content in columns[names[role]]]
+        columns[names[role]] = [{"bytes": content, "path": "image.jpg"} for content in columns[names[role]]]
     place = root / "data" / f"{split}-00000-of-00001.parquet"
     place.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns | more), place)
@@ -155,15 +168,14 @@ def test_every_layout_gives_the_same_rows_with_the_same_keys(tmp_path: Path, lay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_guessed_of_a_layout_opens_it_and_precomputes_every_row(tmp_path: Path, layout: str) -> None:
-    place = LAYOUTS[layout][0](tmp_path / "in")
-    found = guess(place, text_to_image=layout == "kohya")
-    assert (found.rows, found.controls) == (3, 0 if layout == "kohya" else 1)
-    settings = schema.DataConfig.model_validate(found.settings()).model_dump(exclude_defaults=True)
-    if isinstance(settings["source"], str):
-        source = open_source(settings.pop("source"), **settings)
-    else:
-        source = open_source(settings["source"], text_to_image=layout == "kohya")
+def test_of_every_layout_what_qie_init_writes_precomputes_every_row_without_an_edit(
+    tmp_path: Path, layout: str
+) -> None:
+    place, file = LAYOUTS[layout][0](tmp_path / "in"), tmp_path / "config.yaml"
+    model, family = ("Image-2.1", "qwen_image_21") if layout == "kohya" else ("Image-Edit-2511", "edit_plus")
+    words = ["--model", f"Qwen/Qwen-{model}", "--vram", "24", "--source", str(place), "--output", str(file)]
+    init.main(words, standalone_mode=False)
+    source = open_rows(load_config(file, [f"model.family={family}"]))  # auto would ask the Hub
     assert [content(source, index) for index in range(len(source))] == expected(layout)
     report = precompute(source, StubEncoder(), tmp_path / "out", rows=(0, 3))
     assert (report.encoded, report.skipped) == (3, [])
@@ -327,11 +339,11 @@ def test_ai_toolkit_s_folders_of_controls_are_controls_in_the_order_they_are_nam
     (tmp_path / "style/2.png").unlink()
     columns = {"target": "after", "controls": ["style", "before"]}
     source = open_source(tmp_path, preset="ai_toolkit", columns=columns)
-    assert source.read(0).controls == (b"s0", b"c0")
+    assert source.read(0).controls == (b"s0", control(0))
     with pytest.raises(RowError, match="no control image"):
         source.read(2)
     found = open_source(tmp_path, columns=columns)  # qie's own rules, other names
-    assert found.read(0).controls == (b"s0", b"c0")
+    assert found.read(0).controls == (b"s0", control(0))
 
 
 def test_a_folder_of_another_layout_is_refused_with_what_it_looks_like(tmp_path: Path) -> None:
