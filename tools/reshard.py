@@ -54,7 +54,8 @@ def rows(text: str) -> tuple[int, int]:
 
 
 def keys(path: Path) -> frozenset[str]:
-    lines = local_path(path).read_text(encoding="utf-8", errors="replace").split()
+    text = local_path(path).read_text(encoding="utf-8", errors="replace")
+    lines = [word for line in text.splitlines() for word in line.partition("#")[0].split()]  # an exclude list will do
     for line in lines:
         if not re.fullmatch("[0-9a-f]{64}", line):
             raise UsageError("this is not a key", where=path, expected="64 hex characters per line", found=line[:100])

@@ -16,7 +16,8 @@ from qie.cli.precompute import main
 from qie.errors import QieError, RecipeMismatchError, UsageError
 from qie.paths import open_locked
 from qie.precompute import Settings, precompute
-from qie.precompute.prune import LINKS
+from qie.precompute.engine import Engine
+from qie.precompute.prune import LINKS, pruned
 from qie.stores import LocalFolder
 from tests.contracts.test_crash_safety import files
 from tests.lives import Lives
@@ -115,6 +116,15 @@ def test_after_a_killed_one_only_a_run_that_prunes_goes_on(shards: Path) -> None
     with open_locked(shards / LINKS / "lock"), pytest.raises(UsageError, match="another run prunes"):
         run(left, shards)
     assert run(left, shards) == [] and not (shards / LINKS).exists()
+
+
+def test_records_of_a_shard_that_was_replaced_before_the_end_are_found_by_the_next_run(shards: Path) -> None:
+    rows = [*SOURCE.rows[1:29], SOURCE.rows[0]]  # the first one is the last now
+    moved, encoder = StubSource(tuple(replace(row, index=n) for n, row in enumerate(rows))), StubEncoder()
+    with pytest.raises(QieError), pruned(LocalFolder(shards), RECIPE, (0, 29), 4, 29) as links:
+        Engine(moved, encoder, LocalFolder(shards), Settings(reuse=links)).run([(0, 4)])
+        raise QieError("the machine went down")
+    assert encoder.encoded == run(moved, shards) == []
 
 
 def test_what_cannot_be_pruned_is_refused_and_stays_as_it_was(

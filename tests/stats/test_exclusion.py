@@ -58,6 +58,10 @@ def test_three_of_sixty_by_row_key_and_prefix_are_listed_with_their_row_and_no_s
     assert (run(shards, "--exclude", 4).exit_code, (shards / EXCLUDED_NAME).read_text()) == (0, text)
     assert {name: content for name, content in files(shards).items() if name != EXCLUDED_NAME} == before
 
+    by_hand = text.replace("row 4 ", "its owner asked, row 4 ")
+    (shards / EXCLUDED_NAME).write_text(by_hand)
+    run(shards, "--exclude", 4)
+    assert (shards / EXCLUDED_NAME).read_text() == by_hand
     assert "at once" in run(shards, "--exclude", 4, "--include", 4, code=2).stderr
     run(shards, "--include", 4, "--include", known[31][:8])
     assert list(listed(shards)) == [known[59]]
@@ -138,6 +142,8 @@ def test_a_preview_counts_the_places_that_the_stream_fills(shards: Path) -> None
     run(shards, *(argument for key in gone for argument in ("--exclude", known[known.index(key)])))
     batches = all_facts(open_stream(shards, batch_size=3))
     plan = preview_epoch(find_indexes([shards]), batch_size=3, world=1)[0]
+    sizes = ShardSet.open(shards).table.sizes
+    assert round(plan.bytes_per_step * plan.steps) == sum(sizes[list(indices)].sum() for _, indices, *_ in batches)
     assert (plan.steps, plan.fillers) == (len(batches), sum(weights.count(0) for _, _, weights, _ in batches))
 
 

@@ -206,7 +206,7 @@ def test_outputs_of_other_shards_or_another_recipe_two_recipes_no_rows_and_no_si
 def test_the_tool_copies_counts_and_exits_by_what_it_found(tool, tmp_path: Path, capsys) -> None:
     encoded(tmp_path / "old", 8)
     key = ShardSet.open([tmp_path / "old"]).keys[0]
-    (tmp_path / "keys").write_text(f"{key}\n")
+    (tmp_path / "keys").write_text(f"{key} # row 0 as an exclude list has it\n")
     words = [tmp_path / "old" / "*.tar", "--output", tmp_path / "new", "--shard-size", 4, "--rows", "0-12", "--quiet"]
     assert tool(*words, "--drop-keys", tmp_path / "keys") == 0
     assert capsys.readouterr().out == "3 shards, 0 of them written before: 10 samples, 1 skipped rows, 1 left out\n"
