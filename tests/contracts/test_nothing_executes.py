@@ -46,6 +46,8 @@ FORBIDDEN_CALLS = {
     "torch.save",
     "np.load",
 }
+OLDER_CACHES = ("pt_cache.py", "torch.load", "True")
+"""`qie import` reads the `.pt` files of other tools by torch's own restricted reader, which makes tensors alone."""
 FORBIDDEN_ARGUMENTS = {"shell", "trust_remote_code", "weights_only", "allow_pickle"}
 PRINTING = {"print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write"}
 
@@ -59,8 +61,11 @@ def test_no_module_of_qie_can_run_what_it_reads() -> None:
             if isinstance(node, ast.ImportFrom):
                 assert (node.module or "").partition(".")[0] not in FORBIDDEN_MODULES, where
             if isinstance(node, ast.Call):
-                assert ast.unparse(node.func) not in FORBIDDEN_CALLS, where
                 given = {argument.arg: ast.unparse(argument.value) for argument in node.keywords}
+                called = ast.unparse(node.func)
+                if (path.name, called, given.get("weights_only")) == OLDER_CACHES:
+                    continue
+                assert called not in FORBIDDEN_CALLS, where
                 refused = given.pop("trust_remote_code", None) == "False"
                 assert not FORBIDDEN_ARGUMENTS & given.keys(), where
                 assert refused or not re.match(r"Auto[A-Z]\w+\.from_", ast.unparse(node.func)), where
