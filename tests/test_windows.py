@@ -232,7 +232,7 @@ def test_settings_plan_in_windows_above_a_number_of_samples_and_count_without_ba
 
 def test_what_equals_a_sample_that_is_held_out_is_left_out_in_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever keys are read in parts."""
-    for module, name in ((qie.data.plan, "CHUNK"), (qie.data.stream, "CHUNK"), (qie.data.plan_settings, "AT_ONCE")):
+    for module, name in ((qie.data.plan, "CHUNK"), (qie.data.plan_settings, "AT_ONCE")):
         monkeypatch.setattr(module, name, 7)
     columns = replace(many(40, single=False, shard=10), rows=np.arange(40) // 2)
     keys = np.arange(40 * 32, dtype=np.uint32).astype(">u4").view(np.uint8).reshape(40, -1)[:, :32] + np.uint8(9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -257,13 +258,16 @@ def _compact(folders: Iterable[Folder], quiet: bool) -> bool:
 
 def _folders(places: Sequence[str]) -> list[Folder]:
     """The folders of shards that are named. A list of all their shards is made only where not a folder was named."""
-    from qie.shards.discovery import find_indexes
-    from qie.stores import is_glob, open_folder, spelled_out
+    from qie.shards.discovery import find_indexes, index_names
+    from qie.stores import StoreError, is_glob, open_folder, spelled_out
 
     found: dict[str, Folder] = {}
     for name in (name for place in places for name in spelled_out(place)):
         folder = None if is_glob(name) or name.endswith((".tar", ".json")) else open_folder(name)
-        if folder is None or not folder.names():
+        holds_shards = False
+        with suppress(StoreError):
+            holds_shards = folder is not None and bool(index_names(folder.names()))
+        if folder is None or not holds_shards:
             for index in find_indexes(name):  # which says what is there instead
                 found[index.folder.url] = index.folder
         else:
