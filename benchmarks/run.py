@@ -41,7 +41,7 @@ SCRIPTS = {
         "looking.py": "--shards 10000 --samples 60 --runs 2",
         "sources.py": "--rows 1000000 --runs 2",
         "plan.py": "--samples 1000000 --shapes 40 --runs 3",
-        "scaling.py": "--own 1000000 --runs 3",
+        "scaling.py": "--runs 3",
         "simulate.py": "",
     },
     "gpu": {"gpu.py": "--minutes 25 --out FILE"},

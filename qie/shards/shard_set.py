@@ -356,7 +356,7 @@ def compact_folder(
         return CompactShard.of(file.stem, shard.index, stamp), Table.of(shard.index, shard.file), shard.index.recipe
 
     stage = Stage("index", looked_at, workers=1 if stamps is None else READ_AT_ONCE)
-    found = (one for one in Pipeline(stage).run(File(folder, name) for name in names) if one is not None)
+    found = (one for one in Pipeline(stage).run(_taken(folder, names)) if one is not None)
     first = next(found, None)
     if first is None:
         raise ShardError("no shards found", where=folder)
@@ -371,6 +371,13 @@ def compact_folder(
 
     with closing(found):
         return write_compact(folder, recipe, parts())
+
+
+def _taken(folder: Folder, names: list[str]) -> Iterator[File]:
+    """Files by their names, which are taken from the list: of a million, the path of each would stay in memory."""
+    names.reverse()
+    while names:
+        yield File(folder, names.pop())
 
 
 def _require_apart(folder: Folder, names: Sequence[str]) -> None:
