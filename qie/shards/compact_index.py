@@ -292,11 +292,11 @@ def _parsed(file: File, content: memoryview) -> Compact:
         raise ValueError(f"a header of {length} bytes in a file of {len(content)}")
     header = json.loads(bytes(content[8 : 8 + length]))
     digest, text = (header["__metadata__"]["qie"][:64], header["__metadata__"]["qie"][64:])
+    about = json.loads(text)
+    if about["version"] != COMPACT_VERSION:  # an older one hashes other bytes
+        raise ValueError(f"version {about['version']}, expected {COMPACT_VERSION}")
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise ValueError("its SHA-256 does not match its content")
-    about = json.loads(text)
-    if about["version"] != COMPACT_VERSION:
-        raise ValueError(f"version {about['version']}, expected {COMPACT_VERSION}")
     about["recipe"] = recipe_fields(about["recipe"])
     parsed = _ABOUT.validate_python(about)
     for names in (header.keys() - {"__metadata__"}, parsed.xxh3_128.keys()):

@@ -571,6 +571,16 @@ def test_one_whose_header_lies_is_one_clear_error(folder: Path, header: bytes) -
             ShardSet.open([folder])
 
 
+def test_one_of_an_earlier_qie_is_named_as_such_and_not_as_damage_of_its_bytes(folder: Path) -> None:
+    text = json.dumps({"version": 1, "shards": []})
+    (folder / COMPACT_NAME).write_bytes(save({"rows": np.zeros(3, np.int64)}, {"qie": "0" * 64 + text}))
+
+    with pytest.raises(ShardError) as error:
+        ShardSet.open([folder])
+    assert error.value.found == "version 1, expected 2"
+    assert "rebuild it with qie-stats --compact" in str(error.value.hint)
+
+
 # By its name
 
 
