@@ -17,8 +17,7 @@ from typing import Any
 
 from qie.config import Config
 from qie.errors import QieError, RowError
-from qie.file_hashes import memory_path
-from qie.paths import local_path
+from qie.paths import cache_folder, local_path
 from qie.pretrained import ENCODERS, PretrainedModel, find_cached, open_pretrained
 from qie.quantities import human_bytes
 from qie.stores import Folder, open_folder, scheme_of
@@ -203,7 +202,7 @@ def _without_gpu(cuda: str | None) -> Finding:
 
 
 def _cache_folder() -> Iterator[Finding]:
-    folder = memory_path().parent
+    folder = cache_folder()
     yield _room("cache folder", folder, LITTLE_BYTES, "set XDG_CACHE_HOME to a folder on a local disk with room")
 
 

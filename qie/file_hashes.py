@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from qie.paths import open_own
+from qie.paths import cache_folder, open_own
 
 RACY_S = 2.0
 """A file changed so recently may change again without a new mtime; its hash is not remembered."""
@@ -23,7 +22,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 def memory_path() -> Path:
     """Where hashes are remembered: `$XDG_CACHE_HOME/qie/hashes.json`. It may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qie" / "hashes.json"
+    return cache_folder() / "hashes.json"
 
 
 def file_hashes(paths: Iterable[Path]) -> dict[Path, str]:

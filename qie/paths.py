@@ -23,6 +23,20 @@ def local_path(place: str | Path) -> Path:
         raise UsageError("no such home directory", where=place, found=str(error)) from error
 
 
+def cache_folder() -> Path:
+    """What qie remembers between runs, `$XDG_CACHE_HOME/qie`. It may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qie"
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder would outlast a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def require_writable(path: Path) -> None:
     """Raise UsageError when no file can be written to `path`: a check before the work, not after it."""
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):

@@ -238,18 +238,14 @@ def _plan(indexes: Sequence[File], options: dict[str, Any], as_json: bool) -> No
 
 def _compact(folders: Iterable[Folder], quiet: bool) -> bool:
     """Whether rows are missing between shards, which is told."""
-    from qie.shards.compact_index import read_compact
-    from qie.shards.sample_table import missing_rows
     from qie.shards.shard_set import compact_folder
 
     lacking = False
     for folder in folders:
         with Progress("compacting", 0, "shards", quiet=quiet) as progress:
-            file, shards, samples = compact_folder(folder, progress.begin, progress.at)
-        written = read_compact(file)
-        gaps = missing_rows(written.rows) if written else []
-        lacking = lacking or bool(gaps)
-        for start, stop in gaps:
+            file, shards, samples, missing = compact_folder(folder, progress.begin, progress.at)
+        lacking = lacking or bool(missing)
+        for start, stop in missing:
             echo(f"missing   [{start}, {stop}) in {folder}")
         if not quiet:
             echo(f"compacted: {file}, {shards} shards, {samples} samples, {human_bytes(file.size() or 0)}")
@@ -263,15 +259,14 @@ def _folders(places: Sequence[str]) -> list[Folder]:
 
     found: dict[str, Folder] = {}
     for name in (name for place in places for name in spelled_out(place)):
-        folder = None if is_glob(name) or name.endswith((".tar", ".json")) else open_folder(name)
-        holds_shards = False
-        with suppress(StoreError):
-            holds_shards = folder is not None and bool(index_names(folder.names()))
-        if folder is None or not holds_shards:
-            for index in find_indexes(name):  # which says what is there instead
-                found[index.folder.url] = index.folder
-        else:
-            found[folder.url] = folder
+        folders: list[Folder] = []
+        if not is_glob(name) and not name.endswith((".tar", ".json")):
+            folder = open_folder(name)
+            with suppress(StoreError):
+                folders = [folder] if index_names(folder.names()) else []
+        # Where there are none, it says what is there instead.
+        folders = folders or [index.folder for index in find_indexes(name)]
+        found |= {folder.url: folder for folder in folders}
     return list(found.values())
 
 

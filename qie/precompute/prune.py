@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qie.errors import UsageError
-from qie.paths import open_locked
+from qie.paths import open_locked, sync_folder
 from qie.precompute.ranges import Range, shard_ranges
 from qie.recipe import Recipe
 from qie.shards.discovery import published
@@ -87,8 +87,8 @@ def _linked(output: LocalFolder, links: Path, stems: list[str]) -> Iterator[None
         try:
             for stem in stems:
                 _link(output.root, links, stem)
-            _sync(links)
-            _sync(output.root)
+            sync_folder(links)
+            sync_folder(output.root)
         except OSError as error:
             if fresh:
                 shutil.rmtree(links, ignore_errors=True)
@@ -106,14 +106,6 @@ def _link(root: Path, links: Path, stem: str) -> None:
             (links / name).unlink()
     for name in names:
         os.link(root / name, links / name)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _refused(output: LocalFolder, error: OSError) -> UsageError:

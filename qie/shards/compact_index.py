@@ -120,7 +120,7 @@ class Compact:
         file: where it lies, for messages.
         recipe: of all shards.
         table: the samples.
-        columns: those of the shards, by name.
+        columns: all that the file has, by name.
         hashes: XXH3-128 of each column, 32 hex characters, by its name.
         digest: SHA-256 of the keys, 64 hex characters.
     """
@@ -183,7 +183,7 @@ class Compact:
         """Raise ShardError unless columns have the hashes that they had when they were written. Looks at each once."""
         for name in names:
             if name not in self._checked:
-                if xxh3_128(_stored(self._column(name))).hex() != self.hashes[name]:
+                if xxh3_128(_stored(self.columns[name])).hex() != self.hashes[name]:
                     raise self._damaged(f"the XXH3-128 of {name} does not match")
                 self._checked.add(name)
 
@@ -195,18 +195,16 @@ class Compact:
         """Raise ShardError unless what a plan reads is as it was written, and makes sense."""
         table = self.table
         single = not table.variants.any()
-        self.require(*(name for name in _PLANNED if not (single and name == "rows")))
+        planned = [name for name in _PLANNED if not (single and name == "rows")]
+        self.require(*planned)
         numbered = {"shapes": len(table.shape_names), "sources": len(table.source_names)}
         for name, count in numbered.items():
             numbers = getattr(table, name)
             if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
                 raise self._damaged(f"{name} holds numbers that are not of [0, {count})")
         for name, least in {"tokens": 1, "empty_tokens": 0, "variants": 0, "rows": 0}.items():
-            if (not single or name != "rows") and len(table) and int(getattr(table, name).min()) < least:
+            if name in planned and len(table) and int(getattr(table, name).min()) < least:
                 raise self._damaged(f"{name} holds numbers below {least}")
-
-    def _column(self, name: str) -> NDArray[Any]:
-        return getattr(self.table, name) if name in COLUMNS or name == "ends" else self.columns[name]
 
     def _text(self, name: str, number: int) -> str:
         ends = self.columns[f"{name}_ends"]
@@ -342,7 +340,7 @@ def _column(name: str, entry: Mapping[str, Any], content: memoryview, samples: i
 def _require_shards(compact: Compact) -> None:
     """Raise ValueError unless the shards' places make sense: they are few beside samples."""
     columns, rows, ends = compact.columns, compact.rows, compact.table.ends
-    for name in (*OF_SHARDS, *(f"{name}_ends" for name in TEXTS)):
+    for name in OF_SHARDS:
         if len(columns[name]) != len(ends):
             raise ValueError(f"{name} has {len(columns[name])} values, expected {len(ends)}")
     compact.require(*_PLACES)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, groupby, pairwise
 from pathlib import Path
-from typing import Literal, TypeVar, overload
+from typing import Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 import xxhash
@@ -29,7 +29,7 @@ from qie.shards.excluded import excluded_keys
 from qie.shards.hashes import NONE, missed
 from qie.shards.index import Entry, Skipped
 from qie.shards.reader import Shard, Tar, checked_sample
-from qie.shards.sample_table import Columns, GrowingTable, Table, overlapping
+from qie.shards.sample_table import Columns, GrowingTable, Table, missing_rows, overlapping
 from qie.stages import Pipeline, Stage
 from qie.stores import File, Folder, StoreError, is_glob, open_folder
 from qie.types import Facts, Sample
@@ -324,11 +324,26 @@ def _blamed(blame: Blame | None, index: File, opened: Callable[[], T]) -> T | No
         return None
 
 
+class Compacted(NamedTuple):
+    """A compacted index that was written.
+
+    Attributes:
+        file: where.
+        shards, samples: how many it tells of.
+        missing: rows [start, stop) that no shard is of, though one is of later rows.
+    """
+
+    file: File
+    shards: int
+    samples: int
+    missing: list[tuple[int, int]]
+
+
 def compact_folder(
     folder: Folder,
     begin: Callable[[int, int], object] = lambda done, total: None,
     progress: Callable[[int], object] = lambda done: None,
-) -> tuple[File, int, int]:
+) -> Compacted:
     """Write the compacted index of a folder, in memory that does not grow with the samples.
 
     Args:
@@ -336,16 +351,13 @@ def compact_folder(
         begin: told 0, and how many shards there are.
         progress: told how many were read.
 
-    Returns:
-        The file, and how many shards and samples it tells of.
-
     Raises:
         ShardError: the folder holds no shards, or one of them is damaged, of another recipe, or of another's rows.
     """
     # A listing of a store has all stamps; a disk is asked for each: those of two million files take half a gigabyte.
     stamps = None if folder.path(COMPACT_NAME) else folder.stamps()
     names = index_names(folder.names() if stamps is None else stamps)
-    _require_apart(folder, names)
+    missing = missing_rows(_disjoint_rows(folder, names))
     begin(0, len(names))
 
     def looked_at(file: File) -> tuple[CompactShard, Table, Recipe] | None:
@@ -370,7 +382,7 @@ def compact_folder(
             progress(number)
 
     with closing(found):
-        return write_compact(folder, recipe, parts())
+        return Compacted(*write_compact(folder, recipe, parts()), missing)
 
 
 def _taken(folder: Folder, names: list[str]) -> Iterator[File]:
@@ -380,11 +392,13 @@ def _taken(folder: Folder, names: list[str]) -> Iterator[File]:
         yield File(folder, names.pop())
 
 
-def _require_apart(folder: Folder, names: Sequence[str]) -> None:
+def _disjoint_rows(folder: Folder, names: Sequence[str]) -> NDArray[np.int64]:
+    """[shards, 2]: the rows of each. Raises ShardError when two hold the same rows."""
     rows = np.fromiter((row for name in names for row in rows_of(File(folder, name))), np.int64).reshape(-1, 2)
     if pair := overlapping(rows):
         shards = [(File(folder, names[number]), (int(rows[number, 0]), int(rows[number, 1]))) for number in pair]
         require_disjoint(shards)
+    return rows
 
 
 def _require_parts_disjoint(parts: Iterable[OpenShards]) -> None:

@@ -10,14 +10,14 @@ import hashlib
 import os
 from pathlib import Path
 
-from qie.paths import is_at, open_locked
+from qie.paths import cache_folder, is_at, open_locked
 from qie.stores.contract import MissingError, StoreError
 from qie.stores.urls import File
 
 
 def copies_folder() -> Path:
     """`$XDG_CACHE_HOME/qie/copies`. It may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qie" / "copies"
+    return cache_folder() / "copies"
 
 
 def local_copy(file: File) -> Path:

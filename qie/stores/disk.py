@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from qie.paths import is_at, open_locked
+from qie.paths import is_at, open_locked, sync_folder
 from qie.stores.contract import (
     WHOLE_BYTES,
     ChangedError,
@@ -73,23 +73,26 @@ class LocalFolder:
 
     def stamps(self) -> dict[str, str]:
         with _explained("a folder cannot be listed", self.root):
-            return {name: f"{facts.st_size} {facts.st_mtime_ns}" for name, facts in _files(self.root)}
+            return {name: _stamp(facts) for name, facts in _files(self.root)}
 
     def stamp(self, name: str) -> str | None:
-        path = self.path(name)
-        with _explained("a file cannot be looked at", path):
-            facts = _facts(path)
-        return f"{facts.st_size} {facts.st_mtime_ns}" if facts and stat.S_ISREG(facts.st_mode) else None
+        facts = self._looked_at(name)
+        return _stamp(facts) if facts else None
 
     def folders(self) -> list[str]:
         with _explained("a folder cannot be listed", self.root):
             return sorted(entry.name for entry in _entries(self.root) if os.path.isdir(entry))  # noqa: PTH112 - no link fails here
 
     def size(self, name: str) -> int | None:
+        facts = self._looked_at(name)
+        return facts.st_size if facts else None
+
+    def _looked_at(self, name: str) -> os.stat_result | None:
+        """The facts of a regular file; None when no such file."""
         path = self.path(name)
         with _explained("a file cannot be looked at", path):
             facts = _facts(path)
-        return facts.st_size if facts and stat.S_ISREG(facts.st_mode) else None
+        return facts if facts and stat.S_ISREG(facts.st_mode) else None
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, most: int = WHOLE_BYTES, size: int | None = None
@@ -148,7 +151,7 @@ class LocalFolder:
         path = self.path(name)
         with _explained("a file cannot be deleted", path), suppress(FileNotFoundError):
             path.unlink()
-            _sync_directory(path.parent)
+            sync_folder(path.parent)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -190,6 +193,10 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
             facts = _facts(entry)
             if facts and stat.S_ISREG(facts.st_mode):
                 yield entry.name, facts
+
+
+def _stamp(facts: os.stat_result) -> str:
+    return f"{facts.st_size} {facts.st_mtime_ns}"
 
 
 def _facts(file: Path | os.DirEntry[str]) -> os.stat_result | None:
@@ -236,7 +243,7 @@ def _sync(file: BinaryIO) -> Path:
 
 def _publish(file: BinaryIO, path: Path) -> None:
     _sync(file).replace(path)
-    _sync_directory(path.parent)
+    sync_folder(path.parent)
 
 
 def _publish_new(file: BinaryIO, path: Path) -> bool:
@@ -252,7 +259,7 @@ def _publish_new(file: BinaryIO, path: Path) -> bool:
         if os.path.lexists(path):
             return False
         partial.replace(path)
-    _sync_directory(path.parent)
+    sync_folder(path.parent)
     return True
 
 
@@ -262,15 +269,7 @@ def _make_folder(folder: Path) -> None:
         return
     _make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
-    _sync_directory(folder.parent)
-
-
-def _sync_directory(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(folder.parent)
 
 
 @contextmanager

@@ -87,20 +87,21 @@ class HubFolder:
             yield entry["name"].rpartition("/")[2], int(entry["size"] or 0), entry["type"], _blob(entry)
 
     def size(self, name: str) -> int | None:
-        at = self._at(name)
-        try:
-            facts = self._ask(self._url(name), lambda: self._fresh(at).info(at))
-        except MissingError:
-            return None
-        return int(facts["size"]) if facts["type"] == "file" else None
+        facts = self._info(name)
+        return int(facts["size"]) if facts else None
 
     def stamp(self, name: str) -> str | None:
+        facts = self._info(name)
+        return f"{int(facts['size'])} {_blob(facts)}" if facts else None
+
+    def _info(self, name: str) -> dict[str, Any] | None:
+        """What the Hub says of a file; None when no such file."""
         at = self._at(name)
         try:
-            facts = self._ask(self._url(name), lambda: self._fresh(at).info(at))
+            facts: dict[str, Any] = self._ask(self._url(name), lambda: self._fresh(at).info(at))
         except MissingError:
             return None
-        return f"{int(facts['size'])} {_blob(facts)}" if facts["type"] == "file" else None
+        return facts if facts["type"] == "file" else None
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, most: int = WHOLE_BYTES, size: int | None = None

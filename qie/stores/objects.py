@@ -90,13 +90,8 @@ class ObjectFolder:
         return {entry["path"].rpartition("/")[2]: _stamp(entry) for entry in self._entries()["objects"]}
 
     def stamp(self, name: str) -> str | None:
-        import obstore
-
-        key = self._key(name)
-        try:
-            return _stamp(self._ask(self._url(name), lambda: obstore.head(self.connection.store(), key)))
-        except MissingError:
-            return None
+        facts = self._head(name)
+        return _stamp(facts) if facts else None
 
     def folders(self) -> list[str]:
         return sorted(path.rpartition("/")[2] for path in self._entries()["common_prefixes"])
@@ -109,11 +104,16 @@ class ObjectFolder:
         return self._ask(self.url, lambda: obstore.list_with_delimiter(self.connection.store(), self.prefix or None))
 
     def size(self, name: str) -> int | None:
+        facts = self._head(name)
+        return int(facts["size"]) if facts else None
+
+    def _head(self, name: str) -> Any:
+        """What the store says of a file; None when no such file."""
         import obstore
 
         key = self._key(name)
         try:
-            return int(self._ask(self._url(name), lambda: obstore.head(self.connection.store(), key))["size"])
+            return self._ask(self._url(name), lambda: obstore.head(self.connection.store(), key))
         except MissingError:
             return None
 

@@ -64,7 +64,7 @@ def compact(place: Folder | Path) -> File:
     """It is taken for no shard."""
     folder = open_folder(place) if isinstance(place, Path) else place
     before = published(folder)
-    file, _, _ = compact_folder(folder)
+    file = compact_folder(folder).file
     assert published(folder) == before
     return file
 
