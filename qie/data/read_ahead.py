@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,7 +26,7 @@ SHARDS_AHEAD = 1024
 SAMPLES_AHEAD = 65_536
 WORKERS = 8
 PARTS_AT_ONCE = 2 * PARALLEL_PARTS
-"""Two large shards: while one is hashed to its end and flushed to the disk, the other fills the link."""
+"""Two large shards: while one is hashed to its end, the other fills the link."""
 
 
 @dataclass(eq=False)
@@ -199,9 +200,8 @@ class ReadAhead(Iterator[PlannedBatch | None]):
         while (shard := self._take()) is not None:
             outcome = None
             try:
-                outcome = cache.fetch_ahead(shard.tar.file, shard.tar.size, shard.tar.sha256)
-            except Exception:  # whoever reads a sample of it meets the error, if it is still one then
-                outcome = None
+                with suppress(Exception):  # whoever reads a sample of it meets the error, if it is still one then
+                    outcome = cache.fetch_ahead(shard.tar.file, shard.tar.size, shard.tar.sha256)
             finally:
                 self._settle(shard, outcome)
 
