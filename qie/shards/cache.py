@@ -250,8 +250,8 @@ def _download(file: File, size: int, sha256: str, partial: Path) -> None:
             for part in _content(pool, file, size):
                 digest.update(part)
                 copy.write(part)
-        # Not synced: runs would wait for the disk. What a power cut leaves has another hash, and is fetched again when it
-        # is read.
+        # Not synced: runs would wait for the disk. What a power cut leaves has another hash, and is fetched again
+        # when it is read.
         found = digest.hexdigest()
         if found == sha256:
             return
