@@ -25,8 +25,8 @@ BATCHES_A_LOOK = 32
 SHARDS_AHEAD = 1024
 SAMPLES_AHEAD = 65_536
 WORKERS = 8
-PARTS_AT_ONCE = 2 * PARALLEL_PARTS
-"""Two large shards: while one is hashed to its end, the other fills the link."""
+PARTS_AT_ONCE = 4 * PARALLEL_PARTS
+"""Four large shards: while one is hashed to its end, the others fill the link."""
 
 
 @dataclass(eq=False)

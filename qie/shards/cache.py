@@ -27,7 +27,8 @@ from qie.paths import open_locked, open_own
 from qie.stores import File, WholeFilesError
 from qie.threads import pause, submit
 
-PART_BYTES = 8 * 2**20
+PART_BYTES = 4 * 2**20
+"""Small, so that a shard's last parts leave no hole in the link, and copying one delays other threads for a moment."""
 PARALLEL_PARTS = 4
 ATTEMPTS = 2
 LONGEST_LOOK_S = 0.05
