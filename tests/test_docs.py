@@ -111,6 +111,7 @@ def test_every_page_is_in_the_navigation_or_a_decision_in_the_index_of_decisions
 def test_the_site_and_its_diagram_ask_no_other_host_and_whatever_is_broken_is_an_error() -> None:
     assert SITE["theme"]["font"] is False
     assert not {"extra_javascript", "extra_css"} & set(SITE)
+    assert all((DOCS / script).is_file() for script in SITE["extra"]["polyfills"])
     diagram = text_of(DOCS / "data.svg").replace("http://www.w3.org/2000/svg", "")
     assert re.findall(r"(?:href|src|url)\s*[=(]\s*[\"']?(?!#)[^)\"']+", diagram) == []
     assert set(SITE["validation"]["links"].values()) == {"warn"}
