@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import subprocess
@@ -64,6 +65,16 @@ def test_importing_qie_imports_nothing_heavy_and_each_public_name_is_one_object_
     assert {"Batch", "Config", "Encoder", "Stream", "load_config", "open_stream"} <= names.keys()
     assert not [name for name in names if name.startswith("_")]
     assert all(module.startswith("qie.") and same for module, same in names.values()), names
+
+
+def test_tools_see_the_public_names_that_are_there_where_they_are() -> None:
+    import qie
+
+    tree = ast.parse((ROOT / "qie" / "__init__.py").read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    lines = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    assert all(alias.asname == alias.name for line in lines for alias in line.names), "tools re-export `X as X` alone"
+    assert {alias.name: line.module for line in lines for alias in line.names} == qie._EXPORTS
 
 
 FIRST_BATCH = """

@@ -280,7 +280,7 @@ class Encoder:
         """
         return in_turn(self.stages, rows)
 
-    @cached_property
+    @property
     def stages(self) -> Stages[Sequence[Row], list[Sample | RowError]]:
         """The steps of `encode_together`. A RowError stands for a row that failed, in this step or before."""
         prepare = Stage("prepare", self._prepare_rows, workers=min(4, os.cpu_count() or 1))
