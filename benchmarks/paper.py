@@ -10,7 +10,8 @@ from many import SHARD_SIZE
 from measuring import figure
 from work import encoding, prompt_tokens, record_bytes, training
 
-from qie.shards.cache import PART_BYTES
+from qie.shards.cache import PART_BYTES as GET_BYTES
+from qie.stores.objects import PART_BYTES as PUT_BYTES
 
 NODE = 8
 """GPUs of a machine, a process each."""
@@ -126,7 +127,8 @@ def shard_sizes() -> Table:
     row_s = encoding(1024).ours / PEAK / REACHED
     rows = []
     for size in (1, 16, 64, 256, 1024):
-        shard, parts = size * record_bytes(), -(-size * record_bytes() // PART_BYTES)
+        shard = size * record_bytes()
+        parts, gets = -(-shard // PUT_BYTES), -(-shard // GET_BYTES)
         shards = -(-(10**6) // size)
         # A multipart upload is a request to begin, one a part, and one to end; then the index.
         puts = shards * (parts + 2 if parts > 1 else 1) + shards
@@ -136,7 +138,7 @@ def shard_sizes() -> Table:
                 _bytes(shard),
                 f"{shards:,}",
                 f"{figure(puts / 1e6)} M",
-                f"{figure(shards * parts / 1e6)} M",
+                f"{figure(shards * gets / 1e6)} M",
                 _seconds(size * row_s),
             )
         )
@@ -146,11 +148,11 @@ def shard_sizes() -> Table:
 def costs(prices: Prices) -> Table:
     """Of a million rows of 1024²."""
     rows, kept = 10**6, 10**6 * record_bytes()
-    shards, parts = -(-rows // SHARD_SIZE), -(-SHARD_SIZE * record_bytes() // PART_BYTES)
+    shards, shard = -(-rows // SHARD_SIZE), SHARD_SIZE * record_bytes()
     step, row = training(1024, checkpointing=True), encoding(1024)
     hours = {name: rows * flops / PEAK / REACHED / 3600 for name, flops in _flops(step, row).items()}
     months = prices.storage_gb_month * kept / 1e9
-    puts, gets, whole = shards * (parts + 3), rows, shards * parts
+    puts, gets, whole = shards * (-(-shard // PUT_BYTES) + 3), rows, shards * -(-shard // GET_BYTES)
     lines = [
         ("encoding once", f"{figure(hours['encode'])} GPU hours", prices.gpu_hour * hours["encode"]),
         (

@@ -33,10 +33,11 @@ from qie.encode.images import MAX_RATIO
 from qie.families import FAMILIES
 from qie.image_formats import IMAGE_FORMATS
 from qie.precompute.ray import MOST_ASKED, REMIND_S, RETRIES, SHARDS_PER_PLACE
+from qie.shards.cache import PART_BYTES as GET_BYTES
 from qie.shards.compact_index import OF_SHARDS, TEXTS
 from qie.shards.record import encode
 from qie.shards.sample_table import COLUMNS
-from qie.stores.objects import PART_BYTES
+from qie.stores.objects import PART_BYTES as PUT_BYTES
 from qie.stores.retry import REQUEST_S, RETRY_S
 from qie.training import memory
 from qie.training.dry_run import forecast
@@ -213,7 +214,8 @@ SENTENCES = [
         f"qie reads {' and '.join(', '.join(IMAGE_FORMATS).rsplit(', ', 1))},".replace("WEBP", "WebP"),
     ),
     ("encoding.md", f"longer than {MAX_RATIO} times its width"),
-    ("scaling.md", f"go in parts of {PART_BYTES // 2**20} MiB"),
+    ("scaling.md", f"Uploads go in parts of {PUT_BYTES // 2**20} MiB"),
+    ("scaling.md", f"whole shards come in parts of {GET_BYTES // 2**20} MiB"),
     ("training.md", f"have not ended after {inspect.signature(PContext.close).parameters['timeout'].default} s"),
 ]
 """(page, a number of the code or of a library in its sentence)."""
