@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what editors, mypy and pyright see: `_EXPORTS`, which a tes
     from qie.recipe import Recipe as Recipe
     from qie.shards.shard_set import ShardSet as ShardSet
     from qie.stream_chooser import open_training_stream as open_training_stream
+    from qie.training.loop import Listener as Listener
     from qie.training.loop import train as train
     from qie.training.objective import pack as pack
     from qie.training.objective import unpack as unpack
@@ -44,6 +45,7 @@ _EXPORTS = {
     "Config": "qie.config",
     "Encoder": "qie.encode",
     "EncoderOptions": "qie.encode",
+    "Listener": "qie.training.loop",
     "Predictor": "qie.inference",
     "PretrainedModel": "qie.pretrained",
     "QieError": "qie.errors",

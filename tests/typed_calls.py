@@ -56,6 +56,12 @@ def training(config: qie.Config) -> None:
     stream = qie.open_training_stream(config, pretrained, accelerator, "shards/")
     assert_type(stream, qie.Stream)
     assert_type(qie.train(config, pretrained, stream, accelerator), Outcome)
+    told = qie.Listener(step=lambda metrics: assert_type(metrics.loss, float))
+    qie.train(config, pretrained, stream, accelerator, loss_fn=absolute, callbacks=[told])
+
+
+def absolute(prediction: torch.Tensor, target: torch.Tensor, batch: qie.Batch, sigmas: torch.Tensor) -> torch.Tensor:
+    return (prediction - target).abs().flatten(1).mean(1)
 
 
 def objective(model: torch.nn.Module, batch: qie.Batch, sigmas: torch.Tensor) -> None:

@@ -91,8 +91,10 @@ def of_plain(bench: Bench, config: Config, dtype: torch.dtype, keys: Sequence[st
     if pretrained.family.interleaved:
         use_training_forward(transformer)
     shift, draws = load_shift(pretrained), config.train.draws_per_sample
-    tokens = {"patch": pretrained.family.patch, "draws_per_sample": draws}
-    objective = Objective(config.loss, 0.0, config.train.seed, shift, bench.device, dtype, **tokens)
+    patch = pretrained.family.patch
+    objective = Objective(
+        config.loss, 0.0, config.train.seed, shift, bench.device, dtype, patch=patch, draws_per_sample=draws
+    )
     found = {}
     for batch in open_stream([bench.folder / "shards"]):
         if keys and batch.keys[0] not in keys:

@@ -138,7 +138,7 @@ def _train(
             accelerator,
             resume=resume,
             generate_samples=_generator(config, accelerator),
-            listener=_listener(progress, local_path(config.train.output_dir)),
+            callbacks=[_listener(progress, local_path(config.train.output_dir))],
         )
     if main_process:
         state = "stopped" if outcome.interrupted else "done"

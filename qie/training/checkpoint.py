@@ -160,10 +160,11 @@ def _require_types(state: RunState) -> None:
 # Whether a run may go on from a checkpoint
 
 
-def identity(config: Config, pretrained: PretrainedModel) -> dict[str, Any]:
+def identity(config: Config, pretrained: PretrainedModel, loss_fn: str | None = None) -> dict[str, Any]:
     """The settings that a resumed run must share with the run that stopped. Those of its data are the stream's.
 
-    The others may change, such as the loss, or how memory is saved.
+    The others may change, such as the section loss, or how memory is saved. Of a caller's loss function, `loss_fn` is
+    the name: its code is the caller's to keep.
     """
     tree = config.model_dump(mode="json")
     model, train = tree["model"], tree["train"]
@@ -184,6 +185,7 @@ def identity(config: Config, pretrained: PretrainedModel) -> dict[str, Any]:
         "train.gradient_accumulation_steps": train["gradient_accumulation_steps"],
         "optimizer": tree["optimizer"],
         "lr_scheduler": tree["lr_scheduler"],
+        "loss_fn": loss_fn,  # which checkpoints of before it was there do not name
     }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -18,6 +19,7 @@ from qie.pretrained import PretrainedModel
 from qie.training import checkpoint
 from qie.training.checkpoint_folders import checkpoints, find_resume, remove_leftovers, remove_old
 from qie.training.memory import explained_memory, fill_memory, memory_to_fill, plan_memory, tell_memory
+from qie.training.objective import LossFunction
 from qie.training.processes import deterministic, stop_requested
 from qie.training.reporting.card import Reporter, read_run, write_run
 from qie.training.reporting.metrics import MetricsFile, StepMetrics, Validation
@@ -34,6 +36,8 @@ def _nothing(*_: object) -> None:
 class Listener:
     """Functions of the caller that a run calls in the main process. MetricsFile and Trackers get the same calls.
 
+    A run waits for each; what one raises ends it.
+
     Attributes:
         start: with the steps done before, and the steps altogether.
         step: with the numbers of a step.
@@ -49,6 +53,19 @@ class Listener:
 
 
 Hooks = Sequence[MetricsFile | Trackers | Listener]
+
+
+def together(listeners: Sequence[Listener]) -> Listener:
+    """A listener that calls each of some, in their order."""
+
+    def each(name: str) -> Callable[..., None]:
+        def call(*values: object) -> None:
+            for listener in listeners:
+                getattr(listener, name)(*values)
+
+        return call
+
+    return Listener(**{field.name: each(field.name) for field in fields(Listener)})
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,8 @@ def train(
     *,
     resume: str | None = None,
     generate_samples: SampleGenerator | None = None,
+    callbacks: Sequence[Listener] = (),
+    loss_fn: LossFunction | None = None,
     listener: Listener | None = None,
 ) -> Outcome:
     """Train until `train.max_steps` or `train.epochs`. SIGINT and SIGTERM end the run after the current step, saved.
@@ -79,15 +98,25 @@ def train(
         accelerator: device, precision and process group.
         resume: a checkpoint folder, or "latest"; the run continues as if it had never stopped.
         generate_samples: generates the sample images at each validation.
-        listener: hears how the run goes.
+        callbacks: hear how the run goes, one after the other.
+        loss_fn: the loss instead of the configuration's, in training and validation; see `LossFunction`. Noise levels,
+            shift and dropout stay the configuration's; `loss.weighting`, `loss.kind` and weights of masks are refused
+            beside it. A resumed run needs a function of the same name; that it computes the same is the caller's part,
+            and so is the memory that it takes.
+        listener: the name of a single callback in version 0.1.
 
     Raises:
-        UsageError: the output folder holds another run, or one is using it; or there is nothing to resume from.
+        ConfigError: a setting cannot be combined with `loss_fn`.
+        UsageError: the output folder holds another run, or one is using it; or there is nothing to resume from; or
+            `loss_fn` does not give one loss for each draw.
         QieError: the loss is not finite; names the samples of the batch. Or a checkpoint is damaged, or of another run;
             or memory is out, with what to change.
     """
     output_dir, main = Path(config.train.output_dir), accelerator.is_main_process
-    listener = listener if listener and main else Listener()
+    if listener is not None:
+        warnings.warn("qie.train(listener=…) is now qie.train(callbacks=[…])", DeprecationWarning, stacklevel=2)
+        callbacks = [*callbacks, listener]
+    listeners = together(callbacks if main else ())
     with locked(output_dir) if main else nullcontext():
         # The main process holds the lock: the others resume from the checkpoint that it finds.
         resume_from = broadcast_object_list([find_resume(resume, output_dir) if main else None])[0]
@@ -96,13 +125,13 @@ def train(
         setup = plan_memory(config, pretrained, stream, accelerator)
         if config.train.gradient_checkpointing == "auto":
             setup = fill_memory(setup, memory_to_fill(config, stream, accelerator.device))
-        tell_memory(setup, accelerator.device, listener.say)
+        tell_memory(setup, accelerator.device, listeners.say)
         with explained_memory(setup), deterministic() if config.train.deterministic else nullcontext():
-            run = Run(config, pretrained, stream, accelerator, resume_from, kept=setup.kept)
-            for line in unheeded(config, run.steps, masked=stream.samples.masked):
-                listener.say(line)
-            listener.start(run.step, run.steps)
-            saved = _train(run, resume_from or output_dir, generate_samples, listener)
+            run = Run(config, pretrained, stream, accelerator, resume_from, kept=setup.kept, loss_fn=loss_fn)
+            for line in unheeded(config, run.steps, masked=stream.samples.masked and loss_fn is None):
+                listeners.say(line)
+            listeners.start(run.step, run.steps)
+            saved = _train(run, resume_from or output_dir, generate_samples, listeners)
             run.finish()
     return Outcome(run.step, saved, interrupted=run.step < run.steps)
 
@@ -111,7 +140,7 @@ def unheeded(config: Config, steps: int, *, masked: bool) -> Iterator[str]:
     """Settings that have no effect in a run of so many steps, a warning each.
 
     Args:
-        masked: whether a sample has a loss mask.
+        masked: whether a sample has a loss mask, and the configuration's loss is used.
     """
     schedule, loss = config.lr_scheduler, config.loss
     warms_up = schedule.class_path is None and schedule.scheduler_type != "constant"

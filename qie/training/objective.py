@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from torch.nn.functional import huber_loss, mse_loss, pad
 
 from qie.config import LossConfig
+from qie.errors import ConfigError, UsageError
 from qie.training.model.dual_stream import predict_target
 from qie.training.model.single_stream import predict_targets
 from qie.types import Batch
@@ -63,6 +64,29 @@ class Losses:
         return (self.loss * self.weight).mean()
 
 
+class LossFunction(Protocol):
+    """A loss of the caller's, in the place of `flow_loss`: see `qie.train`.
+
+    It computes the loss of each of n = B·k draws, k for each sample of the batch, sample by sample, in training and
+    (without gradients) in validation. The rest follows from what it gets: the clean latent is
+    x₀ = `batch.pixel_latent`, each repeated k times; the noisy one x₀ + σ·`target`; and the model's idea of the clean
+    one x₀ + σ·(`target` − `prediction`).
+    """
+
+    def __call__(
+        self, prediction: torch.Tensor, target: torch.Tensor, batch: Batch, sigmas: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss of each draw, [n], before the batch's weights: qie weights it and takes the mean.
+
+        Args:
+            prediction: the model's velocity, [n, C, 1, H, W] float32, with its gradient.
+            target: the velocity ε − x₀ that it should be, [n, C, 1, H, W] float32. Latents are normalized: 1 is about a
+                standard deviation.
+            batch: the B samples with their masks and prompts, on the model's device.
+            sigmas: noise levels after the shift, [n] float32 in (0, 1].
+        """
+
+
 @dataclass(frozen=True)
 class Objective:
     """Everything but the model that decides a batch's loss.
@@ -76,6 +100,7 @@ class Objective:
         control_dropout_rate: how often a sample is trained without its controls, see `velocity`.
         patch: side of a token, in latent pixels.
         draws_per_sample: k. Several draws need a model whose text and controls do not see the target.
+        loss_fn: takes the place of `flow_loss`, and of the fields of `section` that `require_plain` names.
     """
 
     section: LossConfig
@@ -87,6 +112,7 @@ class Objective:
     control_dropout_rate: float = 0.0
     patch: int = 2
     draws_per_sample: int = 1
+    loss_fn: LossFunction | None = None
 
     def draw(self, batch: Batch, step: int) -> NoiseDraws:
         """The random numbers of a batch: a function of seed, step and keys alone.
@@ -122,15 +148,19 @@ class Objective:
         """The loss of each draw. The batch may be on any device."""
         batch = self.moved(batch)
         draws_per_sample = len(draws.noise) // len(batch)
-        latent, weight, pixel_weight = batch.pixel_latent, batch.weight, self._pixel_weight(batch)
+        latent, weight = batch.pixel_latent, batch.weight
         if draws_per_sample > 1:
             latent, weight = (each.repeat_interleave(draws_per_sample, 0) for each in (latent, weight))
-            pixel_weight = None if pixel_weight is None else pixel_weight.repeat_interleave(draws_per_sample, 0)
         noise = draws.noise.to(self.device, non_blocking=True)
         prompt = drop_captions(batch, draws.dropped_prompts)
         sigmas = shift_sigmas(draws.sigmas, self._shift(latent)).to(self.device, non_blocking=True)
         noisy = add_noise(latent, noise, sigmas).to(self.dtype)
         predicted = velocity(model, noisy, sigmas.to(self.dtype), batch, *prompt, draws.dropped_controls)
+        if self.loss_fn is not None:
+            return Losses(custom_loss(self.loss_fn, predicted, noise - latent, batch, sigmas), sigmas, weight)
+        pixel_weight = self._pixel_weight(batch)
+        if draws_per_sample > 1 and pixel_weight is not None:
+            pixel_weight = pixel_weight.repeat_interleave(draws_per_sample, 0)
         loss = flow_loss(
             predicted,
             latent,
@@ -323,6 +353,51 @@ def flow_loss(
         error = error * pixel_weight[:, None, None]
     level_weight: torch.Tensor = compute_loss_weighting_for_sd3(weighting, sigmas)
     return error.flatten(1).mean(1) * level_weight
+
+
+def require_plain(section: LossConfig) -> None:
+    """Raise ConfigError when a setting is part of the loss that a loss function of the caller's replaces."""
+    plain = LossConfig()
+    for name in ("weighting", "kind", "mask_foreground_weight", "mask_background_weight"):
+        if getattr(section, name) != getattr(plain, name):
+            raise ConfigError(
+                f"loss.{name} is part of the loss that loss_fn replaces",
+                where=f"loss.{name}",
+                expected=f"{getattr(plain, name)}, the default",
+                found=getattr(section, name),
+                hint="loss_fn gets noise levels and the batch with its masks: weight the errors there",
+            )
+
+
+def custom_loss(
+    loss_fn: LossFunction, prediction: torch.Tensor, target: torch.Tensor, batch: Batch, sigmas: torch.Tensor
+) -> torch.Tensor:
+    """The losses of a caller's function, [n] float32. Raises UsageError for what is not one loss for each draw."""
+    loss = loss_fn(prediction.float(), target, batch, sigmas)
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point() or loss.shape != sigmas.shape:
+        raise UsageError(
+            "loss_fn does not give one loss for each draw",
+            where=loss_name(loss_fn),
+            expected=f"a tensor of floats of shape {list(sigmas.shape)}",
+            found=f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss),
+            hint="take the mean over all dimensions but the first: error.flatten(1).mean(1)",
+        )
+    if prediction.requires_grad and not loss.requires_grad:
+        raise UsageError(
+            "the loss of loss_fn has no gradient",
+            where=loss_name(loss_fn),
+            expected="a function of `prediction`",
+            hint="compute it with torch, without detach() and torch.no_grad()",
+        )
+    return loss.to(sigmas.device, torch.float32)
+
+
+def loss_name(loss_fn: LossFunction | None) -> str | None:
+    """The name of a loss function, by which a resumed run knows it: of its code, or of its class. None without one."""
+    if loss_fn is None:
+        return None
+    named = getattr(loss_fn, "func", loss_fn)  # of functools.partial
+    return str(getattr(named, "__qualname__", type(named).__qualname__))
 
 
 def mask_weight(loss_mask: torch.Tensor, foreground_weight: float, background_weight: float) -> torch.Tensor:

@@ -37,7 +37,7 @@ from qie.training.model.blocks import NOTHING_KEPT, KeptActivations
 from qie.training.model.load import load_shift
 from qie.training.model.sharding import TensorFiles, require_finite, whole
 from qie.training.model.trainable import TrainableModel
-from qie.training.objective import NoiseDraws, Objective, derive_seed
+from qie.training.objective import LossFunction, NoiseDraws, Objective, derive_seed, loss_name, require_plain
 from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
 from qie.training.reporting.metrics import Speed, StepMetrics, Validation, by_level, peak_memory_bytes
 from qie.types import Batch
@@ -56,6 +56,7 @@ class Run:
         accelerator: device, precision and processes.
         resume_from: a checkpoint folder; None for a new run.
         kept: what activation checkpointing keeps.
+        loss_fn: takes the place of the loss, see `LossFunction`.
 
     Attributes:
         step, steps: optimizer steps done, and planned.
@@ -64,7 +65,8 @@ class Run:
         position: the stream's state after them. The stream itself is ahead.
 
     Raises:
-        ConfigError: optimizer or schedule cannot be made, or there are no null prompts for dropped captions.
+        ConfigError: optimizer or schedule cannot be made, there are no null prompts for dropped captions, or a setting
+            cannot be combined with `loss_fn`.
         QieError: the checkpoint is damaged, or of another run.
     """
 
@@ -77,6 +79,7 @@ class Run:
         resume_from: Path | None = None,
         *,
         kept: KeptActivations = NOTHING_KEPT,
+        loss_fn: LossFunction | None = None,
     ) -> None:
         self.config, self.pretrained, self.stream, self.accelerator = config, pretrained, stream, accelerator
         train = config.train
@@ -86,11 +89,13 @@ class Run:
         require_one_draw(pretrained.family, train.draws_per_sample)
         check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device, self.steps)
         require_null_prompts(stream, config.data.caption_dropout_rate)
+        if loss_fn is not None:
+            require_plain(config.loss)
         main = accelerator.is_main_process
         state = load(resume_from, hashes=main) if resume_from else None
         if resume_from and state:
             require_steps(state, self.steps, resume_from)
-        self._identity = identity(config, pretrained) if main else {}
+        self._identity = identity(config, pretrained, loss_name(loss_fn)) if main else {}
         if resume_from and state and main:
             require_same(state, self._identity, resume_from)
         dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
@@ -98,7 +103,7 @@ class Run:
         self.optimizer = make_optimizer(config.optimizer, list(self.trainable.parameters.values()))
         self.schedule = make_schedule(config.lr_scheduler, self.optimizer, self.steps)
         self._stepper = self.trainable.prepare(accelerator, self.optimizer)
-        self.objective = _objective(config, pretrained, accelerator.device, dtype)
+        self.objective = _objective(config, pretrained, accelerator.device, dtype, loss_fn)
         self.step, self.batches_done, self._nonfinite, self._unproved = 0, 0, 0, resume_from
         if resume_from and state:
             self.load_state_dict(state, resume_from)
@@ -311,7 +316,13 @@ def _prepare(stream: Stream, objective: Objective, first: int, last: int) -> Ite
             del batch, draws
 
 
-def _objective(config: Config, pretrained: PretrainedModel, device: torch.device, dtype: torch.dtype) -> Objective:
+def _objective(
+    config: Config,
+    pretrained: PretrainedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    loss_fn: LossFunction | None,
+) -> Objective:
     return Objective(
         config.loss,
         config.data.caption_dropout_rate,
@@ -322,6 +333,7 @@ def _objective(config: Config, pretrained: PretrainedModel, device: torch.device
         config.data.control_dropout_rate,
         patch=pretrained.family.patch,
         draws_per_sample=config.train.draws_per_sample,
+        loss_fn=loss_fn,
     )
 
 

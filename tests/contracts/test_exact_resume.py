@@ -131,7 +131,7 @@ def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int 
         stream,
         Accelerator(cpu=True),
         resume="latest" if resume else None,
-        listener=Listener(step=on_step),
+        callbacks=[Listener(step=on_step)],
     )
     return losses, outcome
 
