@@ -32,6 +32,7 @@ EXTRAS = {
     "datasets": "datasets",
     "ray": "ray",
     "tensorboard": "tensorboard",
+    "uvicorn": "watch",
 }
 QUANTIZERS = {"fp8": "torchao", "int8": "bitsandbytes", "nf4": "bitsandbytes"}
 

@@ -35,7 +35,7 @@ def imports(tree: ast.AST, at_once: bool) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             assert node.module
             yield node.module.partition(".")[0]
-        elif not (at_once and (isinstance(node, ast.FunctionDef) or is_for_types(node))):
+        elif not (at_once and (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_types(node))):
             yield from imports(node, at_once)
 
 

@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "stats": ("qie.cli.stats", "Summarise and verify shards; say why a row is missing."),
     "train": ("qie.cli.train", "Train on shards, or on rows that are encoded live."),
     "predict": ("qie.cli.predict", "Edit images by instructions, or make images from text."),
+    "watch": ("qie.cli.watch", "Show how runs are getting on, on a page that changes as they do."),
     "doctor": ("qie.cli.doctor", "Check devices, libraries, space, model, rows and stores; say what to mend."),
     "export": ("qie.cli.export", "Write an adapter for ComfyUI or diffusers, or merge it into its model."),
     "import": ("qie.cli.import_cache", "Turn a cache of qwen-image-finetune into shards."),

@@ -145,7 +145,7 @@ def _summarise(
 
 def _open_page(options: dict[str, Any]) -> tuple[Path, VaeDecoder | None]:
     """The page's file, and the decoder of its pictures, checked before any work."""
-    from qie.html_report import check_place
+    from qie.html_report.page import check_place
 
     path = check_place(options["html"])
     if options["vae"] is None:
@@ -165,7 +165,8 @@ def _write_page(
     options: dict[str, Any],
     quiet: bool,
 ) -> Summary:
-    from qie.html_report import LOOKED_AT, write_report
+    from qie.html_report.gallery import LOOKED_AT
+    from qie.html_report.page import write_report
 
     (path, decoder), gallery = page, options["gallery"]
     with Progress("looking", max(gallery, LOOKED_AT) + gallery, "samples", quiet=quiet) as progress:

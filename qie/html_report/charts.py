@@ -9,10 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from qie.html_report.markup import Html, join, tag
-from qie.precompute.ranges import Range, merged_ranges
-from qie.stats import Coverage
+
+if TYPE_CHECKING:
+    from qie.precompute.ranges import Range
+    from qie.stats import Coverage
 
 CELLS = 400
 WIDTH, HEIGHT = 360, 220
@@ -55,13 +58,13 @@ def histogram(
         curve: for each bin a count to compare with, as a dashed line.
         whole: the numbers are whole; each has a place as wide as its own bin.
     """
-    ticks = _ticks(0, max([count for _, _, count in bins] + [1]))
+    ticks = round_ticks(0, max([count for _, _, count in bins] + [1]))
     plot = _Plot(bins[0][0], bins[-1][1], 0, ticks[-1])
     parts = [*_grid(plot, ticks), *_x_ticks(plot, 0.5 if whole else 0.0)]
     for start, stop, count in bins:
         x, width = plot.x(start), plot.x(stop) - plot.x(start)
         last = stop - 1 if whole else stop
-        name = f"{start:,}" if start == last else f"{_plain(start)} to {_plain(last)}"
+        name = f"{start:,}" if start == last else f"{plain_number(start)} to {plain_number(last)}"
         words = tag("title", f"{name}: {count:,} {y_name}")
         bar = {"x": x + 0.5, "y": plot.y(count), "width": max(width - 1, 0.5), "height": plot.y(0) - plot.y(count)}
         parts.append(tag("rect", words, class_="bar", **bar))
@@ -75,7 +78,7 @@ def histogram(
 def whiskers(means: Sequence[float], deviations: Sequence[float], label: str, x_name: str, y_name: str) -> Html:
     """For each number from 0, a mean and the deviation on both sides of it; dashed lines at 1 and -1 to compare."""
     pairs = list(zip(means, deviations, strict=True))
-    ticks = _ticks(-max(1.0, *(d - m for m, d in pairs)), max(1.0, *(m + d for m, d in pairs)))
+    ticks = round_ticks(-max(1.0, *(d - m for m, d in pairs)), max(1.0, *(m + d for m, d in pairs)))
     plot = _Plot(-0.5, len(means) - 0.5, ticks[0], ticks[-1])
     parts = [*_grid(plot, ticks), plot.across(1, "curve"), plot.across(-1, "curve"), plot.across(0, "axis")]
     radius = min(3.5, (plot.x(1) - plot.x(0)) / 2)
@@ -99,20 +102,20 @@ def _drawing(label: str, parts: Sequence[Html], x_name: str, y_name: str) -> Htm
 
 
 def _grid(plot: _Plot, ticks: Sequence[float]) -> list[Html]:
-    numbers = [_number(_plain(value), LEFT - 6, plot.y(value) + 4, "end") for value in ticks]
+    numbers = [_number(plain_number(value), LEFT - 6, plot.y(value) + 4, "end") for value in ticks]
     return [*(plot.across(value, "grid") for value in ticks), *numbers]
 
 
 def _x_ticks(plot: _Plot, shift: float) -> list[Html]:
-    values = [value for value in _ticks(plot.left, plot.right) if plot.left <= value + shift <= plot.right]
-    return [_number(_plain(value), plot.x(value + shift), HEIGHT - BOTTOM + 15) for value in values]
+    values = [value for value in round_ticks(plot.left, plot.right) if plot.left <= value + shift <= plot.right]
+    return [_number(plain_number(value), plot.x(value + shift), HEIGHT - BOTTOM + 15) for value in values]
 
 
 def _number(text: str, x: float, y: float, anchor: str = "middle") -> Html:
     return tag("text", text, x=x, y=y, text_anchor=anchor)
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def round_ticks(low: float, high: float) -> list[float]:
     """About five round numbers that reach from `low` or below it to `high` or above it."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
@@ -123,7 +126,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(number * step, 10) for number in range(first, last + 1)]
 
 
-def _plain(value: float) -> str:
+def plain_number(value: float) -> str:
     """1200000 -> '1.2M', 0.25 -> '0.25'."""
     sizes = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"), (0.0, 1.0, ""))
     by, letter = next((by, letter) for least, by, letter in sizes if abs(value) >= least)
@@ -177,6 +180,8 @@ def legend() -> Html:
 
 
 def _words(part: Coverage, stop: int) -> str:
+    from qie.precompute.ranges import merged_ranges  # late: a page of live curves needs no encoder's libraries
+
     sizes = {"covered": _size(part.ranges), "in shards with faults": _size(part.faulty), "skipped": _size(part.skipped)}
     sizes["missing"] = stop - _size(merged_ranges([*part.ranges, *part.faulty]))
     return ", ".join(f"{count:,} {name}" for name, count in sizes.items() if count) or "none"

@@ -19,7 +19,7 @@ LAYERS = [
     ["precompute", "training"],
     ["inference", "stats"],
     ["from_config", "html_report"],
-    ["stream_chooser", "doctor", "first_config"],
+    ["stream_chooser", "doctor", "first_config", "watch"],
     ["legacy"],
     ["cli"],
     ["__main__"],
