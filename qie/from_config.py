@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -113,35 +113,19 @@ def precompute_config(
     """
     from qie.precompute import precompute
 
+    cut: dict[str, Any] = {"rows": rows, "shard_size": shard_size, "settings": settings}
     if engine == "ray":
         from qie.precompute.ray import precompute_on_ray
 
         _require_unpruned(output, prune)
-        return precompute_on_ray(
-            partial(open_worker, config),
-            output,
-            rows=rows,
-            devices=(config.cache.vae_encoder_device, config.cache.text_encoder_device),
-            shard_size=shard_size,
-            settings=settings,
-            progress=progress,
-            say=say,
-        )
+        placed = config.cache.vae_encoder_device, config.cache.text_encoder_device
+        opener = partial(open_worker, config)
+        return precompute_on_ray(opener, output, devices=placed, progress=progress, say=say, tell=True, **cut)
     workers = worker_configs(config, devices) if devices else []
     if not workers:
         quick_turns()
     encoder, openers = open_encoder(workers[0] if workers else config), [partial(open_worker, one) for one in workers]
-    return precompute(
-        source,
-        encoder,
-        output,
-        rows=rows,
-        shard_size=shard_size,
-        settings=settings,
-        workers=openers,
-        progress=progress,
-        prune=prune,
-    )
+    return precompute(source, encoder, output, workers=openers, progress=progress, prune=prune, tell=True, **cut)
 
 
 def _require_unpruned(output: Folder, prune: bool) -> None:

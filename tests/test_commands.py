@@ -44,10 +44,10 @@ def work(tiny_edit: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_precompute_says_what_it_did_and_a_second_run_does_nothing(work: Path) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in (work / "shards").iterdir()}
+    before = {path.name: path.stat().st_mtime_ns for path in (work / "shards").iterdir() if path.is_file()}
     result = run(precompute, "--config", work / "config.yaml", "--shard-size", 4)
     assert result.stdout.startswith("12 rows: 0 samples encoded, 12 reused, 0 skipped; 0 shards written")
-    assert {path.name: path.stat().st_mtime_ns for path in (work / "shards").iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in (work / "shards").iterdir() if path.is_file()} == before
 
 
 def test_precompute_counts_skipped_rows_in_summary_and_exit_code(work: Path, photos: Path, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
 from qie.errors import RowError
 from qie.precompute.counts import OnReport, Report
+from qie.precompute.heartbeat import beating
+from qie.precompute.progress import PrecomputeRun
 from qie.precompute.ranges import Range, shard_ranges
 from qie.precompute.reuse import Records
 from qie.shards.discovery import published, rows_of
@@ -162,6 +164,7 @@ class Engine:
         progress: called with the report after each group of rows.
         finished: called with each shard of `run` when the report holds all its rows, maybe never with one that another
             run was writing in parts.
+        told: the run that is told of in the output's folder `progress`; None for nothing to be told.
     """
 
     def __init__(
@@ -172,8 +175,10 @@ class Engine:
         settings: Settings,
         progress: OnReport = lambda report: None,
         finished: Callable[[Range], object] = lambda shard: None,
+        told: PrecomputeRun | None = None,
     ) -> None:
         self.source, self.encoder, self.output, self.settings = source, encoder, output, settings
+        self._told = told
         self._recipe, self._progress, self._finished = encoder.recipe, progress, finished
         self._records = Records(output, settings.reuse, search_output=not settings.trust_published)
         self._writers: set[ShardWriter] = set()
@@ -189,6 +194,7 @@ class Engine:
         pipeline = Pipeline(self._stages(), DEPTH)
         try:
             with ExitStack() as stack:
+                tell = stack.enter_context(beating(self.output, self._told))
                 pool = stack.enter_context(ThreadPoolExecutor(READERS, thread_name_prefix="qie-compare"))
                 for done in stack.enter_context(closing(pipeline.run(self._iter_work(shards, pool)))):
                     if isinstance(done, Finished):
@@ -196,6 +202,7 @@ class Engine:
                         continue
                     _count(report, done)
                     report.loads, report.seconds = dict(pipeline.loads), time.monotonic() - started
+                    tell(report, done.index if isinstance(done, Group) else None)
                     self._progress(report)
         finally:
             for writer in tuple(self._writers):  # a second signal leaves threads behind that still add some

@@ -26,6 +26,7 @@ from qie.data.sources import Source
 from qie.errors import QieError, UsageError
 from qie.precompute.counts import OnReport, Report
 from qie.precompute.engine import Engine, Settings
+from qie.precompute.progress import PrecomputeRun, withdraw
 from qie.precompute.prune import pruned, require_pruned
 from qie.precompute.ranges import Range, shard_ranges
 from qie.recipe import Recipe
@@ -52,6 +53,7 @@ def precompute(
     workers: Sequence[Opener] = (),
     progress: OnReport = lambda report: None,
     prune: bool = False,
+    tell: bool = False,
 ) -> Report:
     """Bring the shards of `rows` in `output` up to date with `source`.
 
@@ -67,6 +69,7 @@ def precompute(
         workers: open source and encoder in processes of their own, which do the work; none for this process.
         progress: called with the report as it grows.
         prune: make the files of a run into an empty folder of what the output has, whatever rows the source has lost.
+        tell: keep a file of each worker in the output's folder `progress`, for `qie watch`.
 
     Raises:
         UsageError: the output holds rows that the source no longer has, and `prune` is false or not possible there.
@@ -87,10 +90,13 @@ def precompute(
     with context as links:
         settings = replace(settings, reuse=(*settings.reuse, *links))
         shards = plan_shards(output, encoder.recipe, rows, shard_size, len(source))
+        told = PrecomputeRun.new(rows, len(source)) if tell else None
         if workers:
-            report = _run_workers(workers, partial(_engine, output, settings, encoder.recipe), shards, progress)
+            report = _run_workers(workers, partial(_engine, output, settings, encoder.recipe, told), shards, progress)
         else:
-            report = Engine(source, encoder, output, settings, progress).run(shards)
+            report = Engine(source, encoder, output, settings, progress, told=told).run(shards)
+        if told and not report.shards_written:
+            withdraw(output, told)
     require_disjoint((index, rows_of(index)) for index in published(output))
     return report
 
@@ -132,10 +138,16 @@ def check_output(output: Folder, recipe: Recipe, source_rows: int) -> list[File]
 
 
 def _engine(
-    output: Folder, settings: Settings, recipe: Recipe, source: Source, encoder: RowEncoder, progress: OnReport
+    output: Folder,
+    settings: Settings,
+    recipe: Recipe,
+    told: PrecomputeRun | None,
+    source: Source,
+    encoder: RowEncoder,
+    progress: OnReport,
 ) -> Engine:
     recipe.require_equal(encoder.recipe, "a worker", "name devices of one kind, or set cache.compute_dtype")
-    return Engine(source, encoder, output, settings, progress)
+    return Engine(source, encoder, output, settings, progress, told=told)
 
 
 def _make(output: Folder) -> None:

@@ -26,6 +26,7 @@ from qie.errors import QieError, UsageError
 from qie.precompute.counts import OnReport, Report
 from qie.precompute.engine import Settings
 from qie.precompute.local import REPORT_EVERY_S, Opener, plan_shards
+from qie.precompute.progress import PrecomputeRun, withdraw
 from qie.precompute.ranges import Range, merged_ranges, shard_ranges
 from qie.precompute.ray_worker import News, Worker
 from qie.recipe import Recipe
@@ -79,6 +80,7 @@ def precompute_on_ray(
     settings: Settings | None = None,
     progress: OnReport = lambda report: None,
     say: Callable[[str], object] = warnings.warn,
+    tell: bool = False,
 ) -> Report:
     """As `precompute`, with workers on the cluster of RAY_ADDRESS; without it, on the last one that was started on this
     machine, or on one that is started here.
@@ -90,6 +92,7 @@ def precompute_on_ray(
         devices: of the encoders, see `gpus_of`.
         shard_size, settings, progress: see `precompute`.
         say: told what the run waits for, and which nodes died.
+        tell: see `precompute`.
 
     Raises:
         UsageError: Ray is not installed, cannot be reached, or was started here and has not the GPUs of a worker.
@@ -113,9 +116,12 @@ def precompute_on_ray(
                 recipe, source_rows = workers.describe(shard_ranges(*rows, shard_size, ()))
                 shards = plan_shards(output, recipe, rows, shard_size, source_rows)
                 started, report = time.monotonic(), Report()
-                for done in workers.encode(output, settings or Settings(), shards):
+                told = PrecomputeRun.new(rows, source_rows) if tell else None
+                for done in workers.encode(output, settings or Settings(), shards, told):
                     report = replace(done, seconds=time.monotonic() - started)
                     progress(report)
+                if told and not report.shards_written:
+                    withdraw(output, told)
         require_disjoint((index, rows_of(index)) for index in published(output))
         return report
 
@@ -241,7 +247,9 @@ class _Workers:
             self._hear(WAIT_S)
         return self.recipe
 
-    def encode(self, output: Folder, settings: Settings, shards: Sequence[Range]) -> Iterator[Report]:
+    def encode(
+        self, output: Folder, settings: Settings, shards: Sequence[Range], told: PrecomputeRun | None
+    ) -> Iterator[Report]:
         """The report of all workers, as it grows."""
         self.waiting = deque(shards)
         reported = time.monotonic()
@@ -250,7 +258,7 @@ class _Workers:
             busy = {id(hand) for hand, _ in self.calls.values()}
             for hand in self.hands:
                 if hand.opened and id(hand) not in busy and (self.waiting or not hand.ended):
-                    self._deal(hand, output, settings)
+                    self._deal(hand, output, settings, told)
             self._hear(WAIT_S)
             if time.monotonic() - reported >= REPORT_EVERY_S:
                 reported = time.monotonic()
@@ -258,12 +266,12 @@ class _Workers:
         self._tell_deaths(at_once=True)
         yield self._report()
 
-    def _deal(self, hand: _Hand, output: Folder, settings: Settings) -> None:
+    def _deal(self, hand: _Hand, output: Folder, settings: Settings, told: PrecomputeRun | None) -> None:
         part = [self.waiting.popleft() for _ in range(min(hand.gift - hand.waiting, len(self.waiting)))]
         hand.held += part
         hand.ended = False
         every_s = max(REPORT_EVERY_S, len(self.hands) / 100)  # a hundred reports a second at most
-        call = hand.actor.work.remote(output, settings, part, bool(self.waiting), every_s)
+        call = hand.actor.work.remote(output, settings, told, part, bool(self.waiting), every_s)
         self.calls[call] = hand, "work"
 
     def _hear(self, seconds: float) -> None:

@@ -16,6 +16,7 @@ from qie.data.live import RowEncoder
 from qie.data.sources import Source
 from qie.precompute.counts import Report
 from qie.precompute.engine import Engine, Settings
+from qie.precompute.progress import PrecomputeRun
 from qie.precompute.ranges import Range
 from qie.recipe import Recipe
 from qie.stores import Folder
@@ -69,10 +70,19 @@ class Worker:
         self._source, self._encoder = self._opener()
         return self._encoder.recipe, len(self._source)
 
-    def work(self, output: Folder, settings: Settings, shards: Sequence[Range], more: bool, every_s: float) -> News:
+    def work(
+        self,
+        output: Folder,
+        settings: Settings,
+        told: PrecomputeRun | None,
+        shards: Sequence[Range],
+        more: bool,
+        every_s: float,
+    ) -> News:
         """Deal `shards`, and wait for news: a finished shard, none left to begin, or `every_s` seconds.
 
         Args:
+            output, settings, told: see `Engine`.
             more: whether more shards may follow. If not, the engine ends, and may be started again.
         """
         with self._changed:
@@ -80,7 +90,9 @@ class Worker:
             self._more = more
             if self._dealt and not self._runs:
                 self._runs, self._before = True, self._report
-                threading.Thread(target=self._run, args=(output, settings), name="qie-engine", daemon=True).start()
+                threading.Thread(
+                    target=self._run, args=(output, settings, told), name="qie-engine", daemon=True
+                ).start()
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._runs or self._finished or (more and not self._dealt), every_s)
             if self._error is not None:
@@ -94,9 +106,9 @@ class Worker:
         del self._said[: len(news.said)]
         return news
 
-    def _run(self, output: Folder, settings: Settings) -> None:
+    def _run(self, output: Folder, settings: Settings, told: PrecomputeRun | None) -> None:
         try:
-            engine = Engine(self._source, self._encoder, output, settings, self._progressed, self._has_finished)
+            engine = Engine(self._source, self._encoder, output, settings, self._progressed, self._has_finished, told)
             self._progressed(engine.run(self._iter_dealt()))
         except BaseException as error:
             self._error = error

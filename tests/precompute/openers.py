@@ -36,9 +36,14 @@ def chatty(count: int) -> tuple[StubSource, StubEncoder]:
     return plain(count)
 
 
-def dying(count: int, row: int, once: str, notes: str) -> tuple[StubSource, StubEncoder]:
-    """Kills itself with -9 before it encodes `row`, unless the file `once` says that this happened already."""
-    return rows(count), Dying(row, Path(once), Path(notes))
+def dying(count: int, row: int, once: str, notes: str, progress: str = "") -> tuple[StubSource, StubEncoder]:
+    """Kills itself with -9 before it encodes `row`, unless the file `once` says that this happened already; with a
+    folder of progress, when it has told of itself there."""
+    import qie.precompute.heartbeat
+
+    if progress:
+        qie.precompute.heartbeat.FIRST_BEAT_S = 0
+    return rows(count), Dying(row, Path(once), Path(notes), Path(progress) if progress else None)
 
 
 def dying_when_it_has_asked(count: int) -> tuple[StubSource, StubEncoder]:
@@ -83,9 +88,9 @@ class Noting(StubEncoder):
 
 
 class Dying(Noting):
-    def __init__(self, row: int, once: Path, notes: Path) -> None:
+    def __init__(self, row: int, once: Path, notes: Path, progress: Path | None = None) -> None:
         super().__init__(notes)
-        self.row, self.once = row, once
+        self.row, self.once, self.progress = row, once, progress
 
     def encode(self, row: Row) -> Sample:
         if row.index == self.row:
@@ -94,6 +99,8 @@ class Dying(Noting):
             except FileExistsError:
                 pass
             else:
+                if self.progress is not None:
+                    until(lambda: any(f"-{os.getpid()}-" in name for name in map(str, self.progress.glob("*.json"))))
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().encode(row)
 

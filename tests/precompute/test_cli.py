@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from PIL import Image
 
 from qie.cli import precompute, stats
+from qie.precompute.progress import read_progress
+from qie.stores import LocalFolder
 from tests.conftest import AREA_PX, ROOT
 
 
@@ -41,16 +43,20 @@ def run(config: Path, *arguments: object, code: int = 0):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Without what the workers told in the folder `progress`."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def test_two_workers_write_the_same_files(config: Path, tmp_path: Path) -> None:
+def test_two_workers_write_the_same_files_and_each_tells_of_its_part(config: Path, tmp_path: Path) -> None:
     arguments = ["--devices", "cpu,cpu", "--shard-size", 3, "--output", tmp_path / "out"]
     result = run(config, *arguments, "--log", tmp_path / "log")
     assert files(tmp_path / "out") == files(config.parent / "shards")
     assert result.stdout.startswith("12 rows: 12 samples encoded, 0 reused, 0 skipped; 4 shards written")
     line = json.loads((tmp_path / "log").read_text().splitlines()[-1])
     assert (line["rows"], line["encoded"], line["stages"]["text"]["items"]) == (12, 12, 12)
+    told = read_progress(LocalFolder(tmp_path / "out"))  # of a worker that got no shard there may be none
+    assert {one.run.id for one in told} == {told[0].run.id} and {one.state for one in told} == {"finished"}
+    assert {one.task for one in told} <= {"qie-worker-0", "qie-worker-1"} and sum(one.rows for one in told) == 12
 
 
 def test_the_log_is_json_lines_with_stages_and_the_bottleneck(config: Path, tmp_path: Path) -> None:

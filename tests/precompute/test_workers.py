@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -14,9 +16,11 @@ import pytest
 
 from qie.errors import QieError, RecipeMismatchError, RowError
 from qie.precompute import Report, Settings, precompute
+from qie.precompute.progress import is_silent, read_progress
 from qie.shards.discovery import published, rows_of
 from qie.shards.reader import Shard
 from qie.shards.verify import shard_faults
+from qie.stores import LocalFolder
 from tests.precompute import openers
 from tests.stubs import StubEncoder
 
@@ -38,7 +42,7 @@ def run(output: Path, *workers: Callable, count: int = ROWS, shard_size: int = S
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def noted(notes: Path) -> tuple[set[str], list[int]]:
@@ -140,18 +144,26 @@ def test_a_killed_worker_ends_the_run_with_its_signal_and_the_next_run_completes
     tmp_path: Path, whole: dict[str, bytes], in_time: Callable
 ) -> None:
     notes = tmp_path / "notes"
-    opener = partial(openers.dying, ROWS, 30, str(tmp_path / "once"), str(notes))
-    error = in_time(lambda: run(tmp_path / "out", opener, opener))
+    progress = tmp_path / "out" / "progress"
+    opener = partial(openers.dying, ROWS, 30, str(tmp_path / "once"), str(notes), str(progress))
+    error = in_time(lambda: run(tmp_path / "out", opener, opener, tell=True))
     assert isinstance(error, QieError), error
     assert "a worker process died" in str(error) and "SIGKILL" in str(error)
+    # The last that it told of itself stays as it is; the other one has said that it was stopped, if it had begun.
+    (killed,) = (one for one in read_progress(LocalFolder(tmp_path / "out")) if one.state == "running")
+    assert killed.task in ("qie-worker-0", "qie-worker-1") and killed.run.rows == (0, ROWS)
+    assert not is_silent(killed, 5 * killed.interval_s) and is_silent(killed, 5.1 * killed.interval_s)
+    (progress / f"{killed.worker}.json").write_text(json.dumps(asdict(replace(killed, updated=killed.updated - 60))))
     # What the killed one held is invisible and taken over by the next run.
     for index in published(tmp_path / "out"):
         assert list(shard_faults(Shard(index))) == []
     done = {row for index in published(tmp_path / "out") for row in range(*rows_of(index))}
     encoder = StubEncoder()
-    run(tmp_path / "out", encoder=encoder)
+    run(tmp_path / "out", encoder=encoder, tell=True)
     assert files(tmp_path / "out") == whole
     assert sorted(encoder.encoded) == sorted(set(range(ROWS)) - done - {7, 20})
+    left = {one.worker for one in read_progress(LocalFolder(tmp_path / "out"))}
+    assert killed.worker not in left, "who takes over its rows removes its file"
 
 
 def test_a_worker_killed_while_it_waits_for_a_shard_is_a_worker_that_died(tmp_path: Path, in_time: Callable) -> None:
