@@ -23,7 +23,8 @@ import re
 import sys
 from pathlib import Path
 
-from qie.cli.common import Progress, explained
+from qie.cli.common import explained
+from qie.cli.progress import Progress
 from qie.errors import UsageError
 from qie.paths import local_path
 from qie.precompute.reshard import Resharded, SampleChoice, reshard

@@ -1,4 +1,4 @@
-"""Shared by the commands: options, error messages and exit codes, progress."""
+"""Shared by the commands: options, error messages and exit codes, progress as JSON lines."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import click
+
+from qie.cli.terminal import echo
 
 PATH_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 """Errors of a path that the user gave, rather than of the machine."""
@@ -63,19 +65,6 @@ class Command(click.Command):
         if ctx.parent is None:
             return text
         return re.sub(r"\bqie-(\s*)(precompute|stats|train|predict)\b", lambda m: f"qie{m[1] or ' '}{m[2]}", text)
-
-
-def echo(*lines: object, err: bool = False) -> None:
-    """Print lines. Commands print through this function only: names and reasons come from foreign files, and must
-    neither control the terminal nor look like a line of ours."""
-    for line in lines:
-        click.echo(_one_line(line), err=err)
-
-
-def _one_line(text: object) -> str:
-    from qie.errors import shown
-
-    return shown(str(text)).replace("\n", "\\n")
 
 
 def explained(command: Function) -> Function:
@@ -148,64 +137,6 @@ def _was_interrupt(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-class Progress:
-    """Progress on stderr: a bar on a terminal, a line every `every_s` seconds in a log, nothing when quiet.
-
-    Args:
-        what: name of the work.
-        total: how many units there are.
-        unit: what is counted.
-        quiet: show nothing.
-        every_s: seconds between lines when stderr is not a terminal.
-    """
-
-    def __init__(self, what: str, total: int, unit: str, *, quiet: bool, every_s: float = 10.0) -> None:
-        self._what, self._total, self._unit, self._every_s = what, total, unit, every_s
-        self._done, self._started, self._printed = 0, time.monotonic(), time.monotonic()
-        self._before = 0
-        self._bar: Any = None
-        self._lines = not quiet and not sys.stderr.isatty()
-        if not quiet and not self._lines:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, unit=f" {unit}", desc=what, dynamic_ncols=True, leave=False)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def begin(self, done: int, total: int) -> None:
-        """Start with `done` of `total` units done before."""
-        self._before, self._done, self._total, self._started = done, done, total, time.monotonic()
-        if self._bar is not None:
-            self._bar.reset(total)
-            self._bar.initial = self._bar.n = done
-
-    def at(self, done: int, note: str = "") -> None:
-        """`done` units are done; `note` follows the numbers."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(_one_line(note), refresh=False)
-            self._bar.update(done - self._bar.n)
-        elif self._lines and (time.monotonic() - self._printed >= self._every_s or done == self._total != self._done):
-            rate = (done - self._before) / max(time.monotonic() - self._started, 1e-9)
-            left = f"{(self._total - done) / rate:.0f} s left" if rate else "?"
-            rest = f", {note}" if note else ""
-            line = f"{self._what}: {done}/{self._total} {self._unit}, {rate:.2f}/s, {left}{rest}"
-            echo(line, err=True)
-            self._printed = time.monotonic()
-        self._done = done
-
-    def say(self, line: str) -> None:
-        """A line that stays, above the bar; nothing when quiet."""
-        if self._bar is not None:
-            self._bar.write(_one_line(line), file=sys.stderr)
-        elif self._lines:
-            echo(line, err=True)
 
 
 class JsonLog:

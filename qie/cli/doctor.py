@@ -7,7 +7,8 @@ import sys
 
 import click
 
-from qie.cli.common import Command, echo, explained, set_option
+from qie.cli.common import Command, explained, set_option
+from qie.cli.terminal import echo
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,7 +47,7 @@ def main(config_path: str | None, as_json: bool, overrides: tuple[str, ...]) -> 
     for finding in examine(config):
         tell(finding)
     if as_json:
-        echo(*json.dumps([finding.to_dict() for finding in findings], indent=2).split("\n"))
+        echo(*json.dumps([finding.to_dict() for finding in findings], indent=2).split("\n"), whole=True)
     wrong = sum(finding.mend is not None for finding in findings)
     if not as_json:
         echo(f"{wrong} of {len(findings)} to mend" if wrong else "nothing to mend")

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qie.cli.common import Command, FiniteRange, echo, explained
+from qie.cli.common import Command, FiniteRange, explained
+from qie.cli.terminal import echo
 
 if TYPE_CHECKING:
     from qie.training.model.adapter_file import Format

@@ -7,7 +7,9 @@ import sys
 
 import click
 
-from qie.cli.common import Command, Progress, echo, explained, quiet_option
+from qie.cli.common import Command, explained, quiet_option
+from qie.cli.progress import Progress
+from qie.cli.terminal import echo
 
 
 def _grids(_: click.Context, __: click.Parameter, given: tuple[str, ...] | str | None) -> tuple[tuple[int, int], ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from qie.cli.common import Command, FiniteRange, echo, explained
+from qie.cli.common import Command, FiniteRange, explained
+from qie.cli.terminal import echo
 
 HERE_GB = 24.0
 

@@ -7,7 +7,7 @@ import importlib
 
 import click
 
-from qie.cli.common import echo
+from qie.cli.terminal import echo
 
 SUBCOMMANDS = {
     "init": ("qie.cli.init", "Write a configuration that fits a model, rows and a GPU."),

@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import (
-    Command,
-    JsonLog,
-    Progress,
-    config_option,
-    echo,
-    explained,
-    quiet_option,
-    set_option,
-)
+from qie.cli.common import Command, JsonLog, config_option, explained, quiet_option, set_option
+from qie.cli.progress import Progress
+from qie.cli.terminal import echo
 from qie.quantities import human_bytes, human_time
 
 if TYPE_CHECKING:
@@ -184,7 +177,7 @@ def _followed(run: Callable[..., Report], rows: int, progress: Progress, log: Js
     def follow(report: Report) -> None:
         if pace.at(report):
             progress.begin(pace.compared, pace.total)
-        progress.at(report.rows, _note(report))
+        progress.at(report.rows, *_notes(report))
         log.at(lambda: pace.to_dict() | report.to_dict())
 
     report = run(progress=follow)
@@ -193,16 +186,16 @@ def _followed(run: Callable[..., Report], rows: int, progress: Progress, log: Js
     return report
 
 
-def _note(report: Report) -> str:
-    """The note after the progress: bytes written, rows skipped, and the speed and load of each stage."""
+def _notes(report: Report) -> list[str]:
+    """The notes after the progress: rows skipped, the busiest stage, bytes written, and the other stages."""
     counts = {"skipped": len(report.skipped), "shards being written by another run": report.shards_busy}
     written = [human_bytes(report.bytes_written)] if report.bytes_written else []
     stages = [
-        f"{name} {load.rate:.{0 if load.rate >= 10 else 2}f}/s {share:.0%}"
-        for name, load in report.loads.items()
+        f"{name} busy {100 * share:.0f} %"
+        for name, load in sorted(report.loads.items(), key=lambda one: -one[1].share(report.seconds))
         if (share := load.share(report.seconds)) >= 0.01
     ]
-    return ", ".join([*written, *(f"{count} {what}" for what, count in counts.items() if count), *stages])
+    return [*(f"{count} {what}" for what, count in counts.items() if count), *stages[:1], *written, *stages[1:]]
 
 
 def _print(report: Report, folder: object) -> None:

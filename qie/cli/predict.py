@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, FiniteRange, Progress, config_option, echo, explained, quiet_option, set_option
+from qie.cli.common import Command, FiniteRange, config_option, explained, quiet_option, set_option
+from qie.cli.progress import Progress
+from qie.cli.terminal import echo, warn
 
 if TYPE_CHECKING:
     from qie.config import AdapterConfig, Config
@@ -103,7 +105,7 @@ def main(
     sampling = Sampling.of(pretrained, steps=steps, cfg=cfg, size=measures, alpha=alpha, background=behind)
     check_requests(requests, family, sampling)
     if cfg is None and sampling.cfg <= 1 and any(request.negative_prompt.strip() for request in requests):
-        echo("warning: a negative prompt changes nothing without guidance: give --cfg, such as --cfg 2", err=True)
+        warn("a negative prompt changes nothing without guidance: give --cfg, such as --cfg 2")
     predictor = open_predictor(config, transformer=local_path(transformer) if transformer else None)
     with Progress("embedding", len(requests), "prompts", quiet=quiet or len(requests) == 1) as progress:
         conditions = embed_requests(predictor, requests, sampling, progress.at)
@@ -115,7 +117,7 @@ def main(
     total = sum(len(request.outputs) for request in requests) * sampling.steps
     with Progress("generating", total, "steps", quiet=quiet) as progress:
         for file, image in iter_generated(predictor, requests, conditions, sampling, settings, progress.at):
-            _say(f"{file}: {image.width}×{image.height}")
+            echo(f"{file}: {image.width}×{image.height}")
 
 
 def _requests(
@@ -217,14 +219,6 @@ def with_loras(config: Config, words: Sequence[str]) -> Config:
             )
         files.add(file)
     return config.model_copy(update={"model": config.model.model_copy(update={"adapters": adapters})})
-
-
-def _say(line: str) -> None:
-    """A result, on stdout, above the bar."""
-    from tqdm import tqdm
-
-    with tqdm.external_write_mode():
-        echo(line)
 
 
 if __name__ == "__main__":

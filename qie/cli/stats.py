@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, Progress, echo, explained, quiet_option, set_option
+from qie.cli.common import Command, explained, quiet_option, set_option
+from qie.cli.progress import Progress
+from qie.cli.terminal import echo
 from qie.quantities import human_bytes
 
 if TYPE_CHECKING:
@@ -272,7 +274,7 @@ def _folders(places: Sequence[str]) -> list[Folder]:
 
 
 def _print_json(value: object) -> None:
-    echo(*json.dumps(value, indent=2).split("\n"))
+    echo(*json.dumps(value, indent=2).split("\n"), whole=True)
 
 
 def _print(summary: Summary, verified: bool) -> None:

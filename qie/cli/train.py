@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, FiniteRange, Progress, config_option, echo, explained, quiet_option, set_option
+from qie.cli.common import Command, FiniteRange, config_option, explained, quiet_option, set_option
+from qie.cli.progress import Progress
+from qie.cli.terminal import echo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -196,7 +198,7 @@ def _listener(progress: Progress, output_dir: Path) -> Listener:
 
     return Listener(
         start=progress.begin,
-        step=lambda metrics: progress.at(metrics.step, metrics.line),
+        step=lambda metrics: progress.at(metrics.step, *metrics.notes),
         validation=lambda step, found: progress.say(f"step {step}: validation loss {found.loss:.4f}"),
         images=save_images,
         say=progress.say,

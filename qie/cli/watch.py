@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from qie.cli.common import Command, echo, explained
+from qie.cli.common import Command, explained
+from qie.cli.terminal import echo
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})

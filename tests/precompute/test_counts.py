@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from qie.cli.common import Progress
-from qie.cli.precompute import _note
+from qie.cli.precompute import _notes
+from qie.cli.progress import Progress
 from qie.precompute import Report
 from qie.precompute.counts import Pace
 from qie.shards.index import Skipped
@@ -35,13 +35,12 @@ def test_rows_that_are_there_already_do_not_make_the_others_look_fast() -> None:
     assert pace.remaining_s == 180.0
 
 
-def test_the_bar_shows_bytes_skipped_rows_and_each_stages_rate_and_share() -> None:
-    loads = {"read": Load(40, 0.01, 8), "vae": Load(40, 9.0), "text": Load(3, 5.0)}
+def test_the_bar_shows_skipped_rows_the_busiest_stage_bytes_and_other_stages() -> None:
+    loads = {"read": Load(40, 0.01, 8), "text": Load(3, 5.0), "vae": Load(40, 9.0)}
     gone = [Skipped(3, "row3", "broken")]
     report = Report(rows=41, encoded=40, bytes_written=1_500_000, skipped=gone, loads=loads, seconds=10.0)
-    assert _note(report) == "1.5 MB, 1 skipped, vae 4.44/s 90%, text 0.60/s 50%"
-    assert _note(Report(shards_busy=2)) == "2 shards being written by another run"
-    assert _note(Report(loads={"vae": Load(40, 2.0)}, seconds=2.0)) == "vae 20/s 100%"
+    assert _notes(report) == ["1 skipped", "vae busy 90 %", "1.5 MB", "text busy 50 %"]
+    assert _notes(Report(shards_busy=2)) == ["2 shards being written by another run"]
 
 
 @pytest.mark.parametrize("place", ["a terminal", "a log", "quiet"])

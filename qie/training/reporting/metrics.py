@@ -54,10 +54,10 @@ class StepMetrics:
     mfu: float | None
 
     @property
-    def line(self) -> str:
-        """The text beside a progress bar."""
+    def notes(self) -> tuple[str, ...]:
+        """The texts beside a progress bar, the most important first."""
         waiting = 100 * self.data_wait_s / self.step_time_s
-        return f"loss {self.loss:.4f}, {self.samples_per_s:.2f} samples/s, waiting {waiting:.0f} %"
+        return f"loss {self.loss:.4f}", f"waiting {waiting:.0f} %", f"{self.samples_per_s:.2f} samples/s"
 
 
 @dataclass(frozen=True)
