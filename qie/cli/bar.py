@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
-from qie.cli.terminal import one_line
+from qie.cli.terminal import harmless
 from qie.quantities import human_time
 
 BAR_COLUMNS = 8
@@ -32,7 +32,7 @@ class Bar(tqdm):  # type: ignore[type-arg]
         rate = values["rate"] or (done - values["initial"]) / max(values["elapsed"], 1e-9)
         # The last column stays free: some terminals wrap a line that fills it.
         columns = min((values["ncols"] or 80) - 1, MOST_COLUMNS)
-        pace, notes = pace_of(rate, total - done, self.unit), [one_line(note) for note in self.notes if note]
+        pace, notes = pace_of(rate, total - done, self.unit), [harmless(note) for note in self.notes if note]
         text = bar_format(self._what, done, total, self.unit, pace, notes, columns)
         return values | {"bar_format": text, "ncols": columns}
 

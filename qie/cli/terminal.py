@@ -52,12 +52,12 @@ def echo(*lines: object, err: bool = False, whole: bool = False) -> None:
     coloured = terminal and not os.environ.get("NO_COLOR")
     with _above_bars():
         for line in lines:
-            text = one_line(line)
+            text = harmless(line)
             text = text if whole or not terminal else folded(text, columns_of(stream))
             click.echo(_coloured(text) if coloured else text, err=err, color=coloured or None)
 
 
-def one_line(text: object) -> str:
+def harmless(text: object) -> str:
     """A text as it is shown: on one line, and with nothing in it that controls a terminal."""
     from qie.errors import shown
 
