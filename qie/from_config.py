@@ -42,8 +42,12 @@ def open_model(config: Config, components: tuple[str, ...] = ENCODERS) -> Pretra
     return open_pretrained(model.pretrained_model_name_or_path, model.family, components, vae=model.vae)
 
 
-def open_encoder(config: Config) -> Encoder:
+def open_encoder(config: Config, *, pictures: bool = True) -> Encoder:
     """The encoder of a configuration. Hashes its weights now; the first row loads them.
+
+    Args:
+        config: says how to encode.
+        pictures: make the small pictures that `cache.thumbnail_px` asks for; to train needs none.
 
     Raises:
         ModelError: the model lacks an encoder, or is of another kind.
@@ -52,6 +56,8 @@ def open_encoder(config: Config) -> Encoder:
     vae_device = resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device")
     text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
     pretrained = open_model(config)
+    if not pictures:
+        config = config.model_copy(update={"cache": config.cache.model_copy(update={"thumbnail_px": None})})
     return inference_encoder(config, pretrained, vae_device, text_device)
 
 
@@ -284,7 +290,7 @@ class LaterEncoder:
                 cache = self._config.cache
                 if cache.compute_dtype == "auto" and self.recipe.vae_dtype == self.recipe.text_dtype:
                     cache = cache.model_copy(update={"compute_dtype": self.recipe.vae_dtype})
-                encoder = open_encoder(self._config.model_copy(update={"cache": cache}))
+                encoder = open_encoder(self._config.model_copy(update={"cache": cache}), pictures=False)
                 self.recipe.require_equal(
                     encoder.recipe, "the encoder of this machine", "encode the missing rows where the shards were made"
                 )

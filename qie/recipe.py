@@ -45,7 +45,7 @@ class Recipe:
         background: colour that transparent images are laid on.
         storage_dtype: precision of what is stored.
         prompt_dtype: precision of stored embeddings; None for `storage_dtype`.
-        thumbnail_px: longest side of the picture of the target that is stored with a sample; None for no picture.
+        thumbnail_px: of shards of an earlier qie, longest side of the picture of the target in each record; else None.
         encoding_version: see `ENCODING_VERSION`.
     """
 

@@ -187,7 +187,7 @@ class _Opening:
         return None if cache.local_dir is None else ShardCache(local_path(cache.local_dir), cache.local_bytes)
 
     def live(self) -> Stream:
-        source, encoder = open_rows(self.config, NEEDED), open_encoder(self.config)
+        source, encoder = open_rows(self.config, NEEDED), open_encoder(self.config, pictures=False)
         known = self._looked_at(source, encoder, None)
         self._tell_skipped(known, ())
         return self._stream(LiveSamples(source, encoder, variants(self.config), known))
@@ -298,7 +298,9 @@ class _Opening:
         lost: Sequence[tuple[File, ShardError]],
     ) -> Stream:
         """The rows of a source, out of shards as far as these hold them."""
-        encoder: RowEncoder = LaterEncoder(self.config, stored.recipe) if stored else open_encoder(self.config)
+        encoder: RowEncoder = (
+            LaterEncoder(self.config, stored.recipe) if stored else open_encoder(self.config, pictures=False)
+        )
         known = self._looked_at(source, encoder, stored)
         if stored and not known.facts:
             reason = known.skipped[0].reason if known.skipped else "it has no rows"

@@ -90,10 +90,12 @@ class Sample:
             before the prompt in a causal model. Stored once.
         loss_mask: [H, W] uint8, 255 is foreground; None when the row has no mask.
         clipped: how many values were finite but beyond FP16's range and were clipped to ±65504.
-        thumbnail: the target made small, [h, w, 3] uint8, for people who look at shards; None where the recipe has
-            none.
+        thumbnail: the target made small, [h, w, 3] uint8, as shards of an earlier qie hold it; None where the recipe
+            has none.
         image_slots: for each control, how many tokens of `prompt_embed` stand before it, where the transformer puts
             controls among the text's tokens and no token of an image is stored; None for other families.
+        pictures: a JPEG of controls, target and mask made small, see `qie.shards.pictures`; kept beside the record.
+            None where none was asked for, and of a sample that was read from a shard.
         notes: what encoding did to the row that its owner may want to know; kept in the index, not in the record.
         own: nothing else holds the memory of its tensors, so a batch may take them as they are.
     """
@@ -111,6 +113,7 @@ class Sample:
     clipped: int = 0
     thumbnail: torch.Tensor | None = None
     image_slots: tuple[int, ...] | None = None
+    pictures: bytes | None = None
     notes: tuple[str, ...] = ()
     own: bool = False
 

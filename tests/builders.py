@@ -131,7 +131,7 @@ def write_shard(
             if sample is None:
                 shard.skip(make_skipped(row))
             else:
-                shard.add(make_entry(sample, row), encode(sample, recipe.digest))
+                shard.add(make_entry(sample, row), encode(sample, recipe.digest), sample.pictures)
         return shard.publish()
 
 

@@ -107,6 +107,8 @@ def check_index(index: Json, stem: str, faults: Faults) -> None:
         faults.append("index: the variants of its rows are not numbered from 0, each once")
     names = {f"{sample['key']}.safetensors" for sample in index["samples"]}
     faults.expect("index: names of files, by samples", sorted(index["files"]), sorted(names))
+    pictures = {f"{sample['key']}.jpg" for sample in index["samples"]}
+    faults.expect("index: pictures without a sample", sorted(set(index.get("pictures", {})) - pictures), [])
     bad = [name for name in names if not re.fullmatch(r"[0-9a-f]{64}\.safetensors", name)]
     faults.expect("index: names that hold no key", bad, [])
 
@@ -119,8 +121,9 @@ def check_tar(index: Json, path: Path, tar: memoryview, faults: Faults) -> None:
     with tarfile.open(path, "r:") as opened:
         members = {member.name: member for member in opened}
     places = {name: (member.offset_data, member.size) for name, member in members.items()}
-    faults.expect("tar: names of members", sorted(members), sorted(index["files"]))
-    for name, file in index["files"].items():
+    files = index["files"] | index.get("pictures", {})
+    faults.expect("tar: names of members", sorted(members), sorted(files))
+    for name, file in files.items():
         faults.expect(f"tar: place of {name}", places.get(name), (file["offset"], file["size"]))
     for name, m in members.items():
         header = m.type, m.mode, m.mtime, m.uid, m.gid, m.uname, m.gname, m.offset_data - m.offset

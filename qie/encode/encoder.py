@@ -30,6 +30,7 @@ from qie.encode.images import (
     require_proportions,
     to_loss_mask,
     to_pixels,
+    to_small,
     to_thumbnail,
 )
 from qie.encode.options import EncoderOptions, make_recipe
@@ -39,6 +40,7 @@ from qie.errors import QieError, RowError
 from qie.families import FAMILIES, NULL_PROMPT, Family
 from qie.pretrained import PretrainedModel
 from qie.recipe import Recipe, normal_prompt
+from qie.shards.pictures import SmallPictures, encode_pictures
 from qie.shards.tensors import Stored, store_together, to_storage
 from qie.stages import Stage, Stages, in_turn
 from qie.types import Facts, Row, Sample, Shape
@@ -111,6 +113,7 @@ class PreparedRow:
     patches: Patches
     loss_mask: torch.Tensor | None
     thumbnail: torch.Tensor | None
+    pictures: bytes | None
     notes: tuple[str, ...]
 
 
@@ -219,8 +222,9 @@ class Encoder:
         vae_device: torch.device,
         text_device: torch.device,
         max_image_px: int = MAX_IMAGE_PX,
+        thumbnail_px: int | None = None,
     ) -> None:
-        self.pretrained, self.recipe = pretrained, recipe
+        self.pretrained, self.recipe, self.thumbnail_px = pretrained, recipe, thumbnail_px
         self.batch_size = recipe.batch_size
         self._vae_device, self._text_device, self._max_image_px = vae_device, text_device, max_image_px
         self._latents: Memo[Stored] = Memo(LATENTS_BYTES, lambda stored: stored.values.nbytes)
@@ -242,7 +246,7 @@ class Encoder:
         """
         options = options or EncoderOptions()
         recipe = make_recipe(pretrained, options, vae_device, text_device)
-        encoder = cls(pretrained, recipe, vae_device, text_device, options.max_image_px)
+        encoder = cls(pretrained, recipe, vae_device, text_device, options.max_image_px, options.thumbnail_px)
         _ = encoder.text  # now, not in the threads that inspect rows; the weights come later
         return encoder
 
@@ -350,8 +354,22 @@ class Encoder:
             self.text.patches([control.for_text(self.recipe) for control in decoded.controls]),
             decoded.loss_mask,
             to_thumbnail(on_background(target, self.recipe.background), small) if small else None,
+            self._pictures(decoded),
             decoded.notes,
         )
+
+    def _pictures(self, row: DecodedRow) -> bytes | None:
+        """Controls, target and mask made small, for people."""
+        if self.thumbnail_px is None:
+            return None
+        target, *controls = (
+            to_small(on_background(one.for_vae, self.recipe.background), self.thumbnail_px)
+            for one in (row.target, *row.controls)
+        )
+        mask = None
+        if row.loss_mask is not None:
+            mask = Image.fromarray(row.loss_mask.numpy()).resize(target.size, Image.Resampling.BILINEAR)
+        return encode_pictures(SmallPictures(target, tuple(controls), mask))
 
     def _pixels(self, image: Image.Image) -> torch.Tensor:
         return staged(to_pixels(image), self._vae_device, getattr(torch, self.recipe.vae_dtype))
@@ -416,6 +434,7 @@ class Encoder:
             clipped=sum(part.clipped for part in (row.target, *row.controls, prompt, empty_tail)),
             thumbnail=prepared.thumbnail,
             image_slots=embeds.image_slots if family.interleaved else None,
+            pictures=prepared.pictures,
             notes=prepared.notes,
         )
 

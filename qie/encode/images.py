@@ -299,6 +299,15 @@ def to_thumbnail(image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
     return torch.from_numpy(np.array(image.resize((size[1], size[0]), Image.Resampling.LANCZOS)))
 
 
+def to_small(image: Image.Image, most_px: int) -> Image.Image:
+    """The image, its longest side at most `most_px`; the other is rounded to the nearest pixel, halves up."""
+    longest = max(image.size)
+    px = min(most_px, longest)
+    width, height = (max((2 * side * px + longest) // (2 * longest), 1) for side in image.size)
+    # The gap lets it first take every few pixels together: a fifth of the time, and no eye sees it.
+    return image.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=2.0)
+
+
 def require_proportions(mask: Image.Image, image: Size) -> None:
     """Raise RowError when the proportions of a mask and its image differ by more than a pixel."""
     if abs(mask.width * image[1] - mask.height * image[0]) > max(*mask.size, *image):

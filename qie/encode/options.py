@@ -35,7 +35,7 @@ _CONFIG_KEYS = {
     "share_prefix": "cache.share_prefix",
     "batch_size": "cache.encode_batch_size",
     "compiled": "cache.compile",
-    "thumbnail_px": "cache.thumbnail_px",
+    "thumbnail_px": "another release of qie",
     "storage_dtype": "another release of qie",
     "prompt_dtype": "another release of qie",
     "encoding_version": "another release of qie",
@@ -53,8 +53,10 @@ class EncoderOptions:
         share_prefix: prompts continue on a pass over the images alone; see `PromptEncoder.encode`.
         batch_size: rows per batch of the encoders.
         compiled: the VAE runs through torch.compile.
-        thumbnail_px: longest side of the picture stored with a sample; None for no picture.
-        max_image_px: limit of an image; not part of the recipe, since it changes no tensor.
+        thumbnail_px: longest side of the pictures stored with a sample; None for none.
+        max_image_px: limit of an image.
+
+    The last two are no part of the recipe, since they change no tensor.
     """
 
     areas_px: tuple[int, ...] | None = None
@@ -154,7 +156,6 @@ def _chosen(family: Family, options: EncoderOptions) -> dict[str, Any]:
         "share_prefix": options.share_prefix,
         "batch_size": options.batch_size,
         "compiled": options.compiled,
-        "thumbnail_px": options.thumbnail_px,
         "prompt_dtype": None if family.prompt_dtype == "float16" else family.prompt_dtype,
     }
 

@@ -17,6 +17,7 @@ from qie.errors import QieError, ShardError
 from qie.html_report.latents import LatentCounts, LatentStatistics
 from qie.shards.discovery import rows_of
 from qie.shards.index import Entry
+from qie.shards.pictures import SmallPictures
 from qie.shards.reader import Shard, checked_sample
 from qie.shards.tensors import CHANNELS, is_text_alone
 from qie.stats import Summary, excluded_in, one_line
@@ -50,11 +51,6 @@ class SmallPicture:
         content = io.BytesIO()
         small.save(content, "JPEG", quality=_QUALITY, subsampling=0, optimize=True)
         return cls(small.width, small.height, content.getvalue())
-
-    @classmethod
-    def of_thumbnail(cls, thumbnail: torch.Tensor) -> SmallPicture:
-        """A sample's thumbnail, [h, w, 3] uint8."""
-        return cls.of(Image.fromarray(thumbnail.numpy()))
 
     @property
     def uri(self) -> str:
@@ -103,7 +99,7 @@ class _SmallPart:
     size: str
     prompt: str
     latent: torch.Tensor
-    thumbnail: torch.Tensor | None
+    pictures: SmallPictures | None
     folder: str
 
 
@@ -173,11 +169,11 @@ def _attempt(shard: Shard, entry: Entry) -> _SmallPart | QieError:
         channels = CHANNELS[is_text_alone(shard.index.recipe)]
         if len(sample.pixel_latent) != channels or not torch.isfinite(sample.pixel_latent).all():
             raise ShardError("a latent has another number of channels, or holds NaN or infinity", where=where)
+        pictures = shard.pictures(entry)
     except QieError as error:
         return error
-    thumbnail = None if sample.thumbnail is None else sample.thumbnail.clone()
     size = entry.shape.in_pixels(shard.index.recipe.latent_scale)
-    return _SmallPart(entry, size, sample.prompt, sample.pixel_latent.clone(), thumbnail, shard.file.folder.url)
+    return _SmallPart(entry, size, sample.prompt, sample.pixel_latent.clone(), pictures, shard.file.folder.url)
 
 
 def _is_blamed(file: File, summary: Summary) -> bool:
@@ -189,6 +185,6 @@ def _is_blamed(file: File, summary: Summary) -> bool:
 
 
 def _picture(kept: _SmallPart, decode: Decode | None) -> SmallPicture | None:
-    if kept.thumbnail is not None:
-        return SmallPicture.of_thumbnail(kept.thumbnail)
+    if kept.pictures is not None:
+        return SmallPicture.of(kept.pictures.target)
     return None if decode is None else SmallPicture.of(decode(kept.latent))

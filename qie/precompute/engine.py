@@ -75,6 +75,7 @@ class Encoded:
 
     entry: Entry
     record: bytes
+    pictures: bytes | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +84,7 @@ class Reused:
 
     entry: Entry
     record: bytes
+    pictures: bytes | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,9 +316,11 @@ class Engine:
     def _found(self, row: Row, older: Shard | None) -> Reused | None:
         key = self._recipe.key(row)
         if older and (entry := older.by_key.get(key)):
-            return Reused(_renamed(entry, row), older.verified_record(entry))
-        found = self._records.find(key)
-        return found and Reused(_renamed(found[0], row), found[1])
+            return Reused(_renamed(entry, row), older.verified_record(entry), older.pictures_jpeg(entry))
+        if (found := self._records.find(key)) is None:
+            return None
+        entry, record, pictures = found
+        return Reused(_renamed(entry, row), record, pictures)
 
     def _merge(self, work: Work) -> tuple[Work, Sequence[Row]]:
         """The rows to encode: of several with one content, the first."""
@@ -343,15 +347,15 @@ class Engine:
     def _outcome(self, row: Row, sample: Sample | RowError) -> Encoded | Skipped:
         if isinstance(sample, RowError):
             return self._skipped(sample, row.index, self._recipe.key(row), row.variant)
-        return Encoded(Entry.of(sample, row), encode(sample, self._recipe.digest))
+        return Encoded(Entry.of(sample, row), encode(sample, self._recipe.digest), sample.pictures)
 
     def _write(self, group: Group) -> None:
         """Append to the tar, in the order of rows."""
         shard = group.shard
         for position, one in enumerate(group.rows):
             match one:
-                case Encoded(entry, record) | Reused(entry, record):
-                    shard.writer.add(entry, record)
+                case Encoded(entry, record, pictures) | Reused(entry, record, pictures):
+                    shard.writer.add(entry, record, pictures)
                     shard.entries[entry.key] = entry
                 case Duplicate(row) if (first := shard.entries.get(self._recipe.key(row))) is not None:
                     shard.writer.add(_renamed(first, row), b"")

@@ -18,7 +18,7 @@ from qie.errors import ShardError, UsageError
 from qie.precompute.ranges import Range, merged_ranges, shard_ranges
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
-from qie.shards.index import Entry, Skipped, member_name, read_index, shard_stem
+from qie.shards.index import Entry, Skipped, member_name, pictures_name, read_index, shard_stem
 from qie.shards.reader import Shard
 from qie.shards.writer import ShardWriter
 from qie.stores import File, Folder, LocalFolder
@@ -229,10 +229,14 @@ def _is_there(output: Folder, rows: Range, recipe: Recipe, accounts: Sequence[Ac
         return False
     recipe.require_equal(index.recipe, file, "name an empty folder")
     hashes: dict[str, str] = {}
+    pictures: dict[str, int] = {}
     for shard, one in accounts:
-        if isinstance(one, Entry):
-            hashes.setdefault(member_name(one.key), shard.index.files[member_name(one.key)].sha256)
+        if isinstance(one, Entry) and (name := member_name(one.key)) not in hashes:
+            hashes[name] = shard.index.files[name].sha256
+            if place := shard.index.pictures.get(pictures_name(one.key)):
+                pictures[pictures_name(one.key)] = place.size
     same = index.accounts == [one for _, one in accounts]
+    same = same and {name: place.size for name, place in index.pictures.items()} == pictures
     return same and {name: member.sha256 for name, member in index.files.items()} == hashes
 
 
@@ -242,5 +246,5 @@ def _write(output: Folder, rows: Range, recipe: Recipe, accounts: Iterable[Accou
             if isinstance(one, Skipped):
                 writer.skip(one)
             else:
-                writer.add(one, shard.verified_record(one))
+                writer.add(one, shard.verified_record(one), shard.pictures_jpeg(one))
         writer.publish()

@@ -47,8 +47,8 @@ class Records:
         self._searched = False
         self._lock = threading.Lock()
 
-    def find(self, key: str) -> tuple[Entry, bytes] | None:
-        """The entry and the record of a key, checked against its hash; None for an unknown key.
+    def find(self, key: str) -> tuple[Entry, bytes, bytes | None] | None:
+        """The entry, the record, checked against its hash, and the pictures of a key; None for an unknown key.
 
         Raises:
             ShardError: the shard that holds it is damaged.
@@ -58,7 +58,7 @@ class Records:
                 entry = shard.by_key.get(key)
                 if entry:
                     try:
-                        return entry, shard.verified_record(entry)
+                        return entry, shard.verified_record(entry), shard.pictures_jpeg(entry)
                     except ShardError:
                         if not self._replaced(number, shard):
                             raise

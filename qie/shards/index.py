@@ -45,6 +45,14 @@ class Member:
 
 
 @dataclass(frozen=True)
+class PicturesPlace:
+    """Where the pictures of a sample lie in its tar, in bytes."""
+
+    offset: Whole
+    size: Whole
+
+
+@dataclass(frozen=True)
 class Entry:
     """One row that is in the shard.
 
@@ -110,6 +118,7 @@ class Skipped:
 class ShardIndex:
     """What one shard holds: rows [start, stop), each variant of a row either an entry or skipped.
 
+    `pictures` says where small pictures of samples lie, which a shard may lack, of some samples or of all.
     `this_sha256` is the hash that its file gives for itself: None where it was written before there was one, and where
     it was not read from a file.
     """
@@ -122,6 +131,7 @@ class ShardIndex:
     files: dict[str, Member]
     samples: tuple[Entry, ...]
     skipped: tuple[Skipped, ...]
+    pictures: dict[str, PicturesPlace] = field(default_factory=dict)
     this_sha256: str | None = field(default=None, compare=False)
 
     @property
@@ -140,6 +150,8 @@ class ShardIndex:
         files = {name: member.to_dict() for name, member in self.files.items()}
         values = vars(self) | {"format_version": FORMAT_VERSION, "recipe": recipe, "files": files}
         del values["this_sha256"]
+        if not self.pictures:  # as it was before there were any
+            del values["pictures"]
         text = canonical_json(values)
         return f'{text[:-1]}{_OWN_HASH}{_sha256(text.encode())}"}}'  # its name sorts last
 
@@ -157,6 +169,7 @@ class _Stored:
     files: dict[str, Member]
     samples: tuple[Entry, ...]
     skipped: tuple[Skipped, ...]
+    pictures: dict[str, PicturesPlace] = field(default_factory=dict)
     this_sha256: Any = None
 
 
@@ -186,6 +199,11 @@ def is_digest(text: str, size: int = SHA256_BYTES) -> bool:
 
 def member_name(key: str) -> str:
     return f"{key}.safetensors"
+
+
+def pictures_name(key: str) -> str:
+    """The member with the small pictures of a sample."""
+    return f"{key}.jpg"
 
 
 def shard_stem(start: int, stop: int) -> str:
@@ -298,7 +316,10 @@ def _check(index: ShardIndex, path: File) -> None:
         raise ShardError(
             "the samples and the members of the index differ", where=path, found=sorted(wanted ^ set(index.files))
         )
-    for name, member in index.files.items():
+    if odd := index.pictures.keys() - {pictures_name(entry.key) for entry in index.samples}:
+        raise ShardError("the index has pictures of samples that it does not have", where=path, found=sorted(odd))
+    places: list[tuple[str, Member | PicturesPlace]] = [*index.files.items(), *index.pictures.items()]
+    for name, member in places:
         if member.offset + member.size > index.filesize:
             raise ShardError(
                 "a member lies outside the shard", where=f"{path}, {name}", expected=f"within {index.filesize}"

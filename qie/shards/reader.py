@@ -17,7 +17,8 @@ import numpy as np
 from qie.errors import ShardError
 from qie.rooms import ALIGNMENT, ROOMS, copy_bits
 from qie.shards.cache import ShardCache
-from qie.shards.index import Entry, ShardIndex, member_name, read_index
+from qie.shards.index import Entry, ShardIndex, member_name, pictures_name, read_index
+from qie.shards.pictures import SmallPictures, decode_pictures
 from qie.shards.record import parse
 from qie.shards.tensors import Sizes
 from qie.stores import File
@@ -239,6 +240,36 @@ class Shard:
         """The bytes of an entry's member."""
         member = self.index.files[member_name(entry.key)]
         return self.tar.read(member.offset, member.offset + member.size)
+
+    def pictures_jpeg(self, entry: Entry) -> bytes | None:
+        """The JPEG with all small pictures of an entry's sample; None where the shard has none."""
+        place = self.index.pictures.get(pictures_name(entry.key))
+        return None if place is None else bytes(self.tar.read(place.offset, place.offset + place.size))
+
+    def pictures(self, entry: Entry) -> SmallPictures | None:
+        """The small pictures of an entry's sample; None where the shard has none.
+
+        Shards of before controls had pictures hold one of the target in the record.
+
+        Raises:
+            ShardError: they cannot be read, or are of another number of controls.
+        """
+        where = f"{self.file}, {pictures_name(entry.key)}"
+        if (jpeg := self.pictures_jpeg(entry)) is not None:
+            found = decode_pictures(jpeg, where)
+            if len(found.controls) != len(entry.shape.controls):
+                raise ShardError(
+                    "the pictures are of another number of controls",
+                    where=where,
+                    expected=len(entry.shape.controls),
+                    found=len(found.controls),
+                )
+            return found
+        if "thumbnail" not in entry.tensor_bytes or (thumbnail := self.load(entry).thumbnail) is None:
+            return None
+        from PIL import Image
+
+        return SmallPictures(Image.fromarray(thumbnail.numpy()))
 
     def verified_record(self, entry: Entry) -> bytes:
         """A copy of an entry's member, checked against its hash. Raises ShardError when it is damaged."""

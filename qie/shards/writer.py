@@ -26,7 +26,17 @@ from qie.errors import ShardError
 from qie.paths import is_at, open_own
 from qie.recipe import Recipe
 from qie.shards.hashes import xxh3_128
-from qie.shards.index import Entry, Member, ShardIndex, Skipped, member_name, parse_stem, shard_stem
+from qie.shards.index import (
+    Entry,
+    Member,
+    PicturesPlace,
+    ShardIndex,
+    Skipped,
+    member_name,
+    parse_stem,
+    pictures_name,
+    shard_stem,
+)
 from qie.stores import File, Folder, LocalFolder, open_folder
 
 _BLOCK = 512
@@ -60,6 +70,7 @@ class ShardWriter:
         path = self._tar_file.path
         self._partial = path.with_suffix(".tar.partial") if path else None
         self._members: dict[str, Member] = {}
+        self._pictures: dict[str, PicturesPlace] = {}
         self._entries: list[Entry] = []
         self.skipped: list[Skipped] = []
         self._published = False
@@ -91,18 +102,30 @@ class ShardWriter:
         with suppress(OSError):  # the same of a file whose buffer no longer fits on the disk
             self._file.close()
 
-    def add(self, entry: Entry, record: bytes) -> None:
-        """Append a row's record; a record that is there already (a row of equal content) is not written twice."""
+    def add(self, entry: Entry, record: bytes, pictures: bytes | None = None) -> None:
+        """Append a row's record; a record that is there already (a row of equal content) is not written twice.
+
+        Its pictures, if there are any, go before it: who reads the beginning of the record has them with one request.
+        """
         self._entries.append(entry)
         name = member_name(entry.key)
         if name in self._members:
             return
-        info = tarfile.TarInfo(name)
-        info.size, info.mtime, info.mode = len(record), 0, 0o644
+        if pictures:
+            self._pictures[pictures_name(entry.key)] = PicturesPlace(
+                self._append(pictures_name(entry.key), pictures), len(pictures)
+            )
         sha256, fast = hashlib.sha256(record).hexdigest(), xxh3_128(record).hex()
-        self._members[name] = Member(self._tar.offset + _BLOCK, len(record), sha256, fast)
+        self._members[name] = Member(self._append(name, record), len(record), sha256, fast)
+
+    def _append(self, name: str, content: bytes) -> int:
+        """Append a member. Returns the offset of its content."""
+        info = tarfile.TarInfo(name)
+        info.size, info.mtime, info.mode = len(content), 0, 0o644
+        offset: int = self._tar.offset + _BLOCK
         with self._explained():
-            self._tar.addfile(info, io.BytesIO(record))
+            self._tar.addfile(info, io.BytesIO(content))
+        return offset
 
     def skip(self, skipped: Skipped) -> None:
         """Record a row that the shard does not hold, and why."""
@@ -123,6 +146,7 @@ class ShardWriter:
             files=self._members,
             samples=tuple(sorted(self._entries, key=lambda entry: (entry.row, entry.variant))),
             skipped=tuple(sorted(self.skipped, key=lambda skipped: (skipped.row, skipped.variant))),
+            pictures=self._pictures,
         )
         content = (index.to_json() + "\n").encode()
         # A shard that replaces another: without its index the old one is gone before the new one is there.

@@ -1,9 +1,14 @@
-"""Thumbnails are for people: stored with samples if the recipe says so, as the format says, and never trained on."""
+"""Small pictures are for people: stored beside records, in no key and no recipe, and never trained on.
+
+Shards of an earlier qie hold a thumbnail of the target in each record, and its size in the recipe: they read on.
+"""
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+import tarfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +23,14 @@ from qie.data.sources import open_source
 from qie.encode import Encoder, EncoderOptions
 from qie.encode.images import to_thumbnail
 from qie.errors import ShardError
-from qie.precompute import precompute
+from qie.precompute import Settings, precompute
 from qie.shards.compact_index import read_compact
+from qie.shards.discovery import published
 from qie.shards.index import read_index
-from qie.shards.reader import Shard
+from qie.shards.pictures import SmallPictures, decode_pictures, encode_pictures
+from qie.shards.reader import Shard, Tar
 from qie.shards.shard_set import ShardSet, compact_folder
+from qie.shards.verify import shard_faults
 from qie.stores import File, open_folder
 from qie.types import Shape
 from tests.builders import (
@@ -35,7 +43,9 @@ from tests.builders import (
 )
 from tests.conftest import ROOT
 from tests.contracts.test_equivalence import assert_live_equals_cached
+from tests.precompute.test_stores import contents
 
+READ_SHARD = ROOT / "tools" / "read_shard.py"
 SMALL = make_recipe(thumbnail_px=24)
 DIGEST_BEFORE = "a2261c04bfd135c3"
 """Of `RECIPE`, when recipes had no thumbnail_px."""
@@ -73,7 +83,8 @@ def test_a_setting_reaches_the_recipe_s_options_or_is_out_of_bounds(value: objec
     def config(**cache: object) -> Config:
         return Config.model_validate({"model": {"pretrained_model_name_or_path": "m"}, "cache": cache})
 
-    assert EncoderOptions.of(config()).thumbnail_px is None
+    assert EncoderOptions.of(config()).thumbnail_px == 160
+    assert EncoderOptions.of(config(thumbnail_px=None)).thumbnail_px is None
     assert EncoderOptions.of(config(thumbnail_px=96)).thumbnail_px == 96
     with pytest.raises(ValueError, match="thumbnail_px"):
         config(thumbnail_px=value)
@@ -96,8 +107,6 @@ def test_a_thumbnail_has_the_targets_proportions_and_is_never_larger(
     target: tuple[int, int], size: tuple[int, int]
 ) -> None:
     assert SMALL.thumbnail_size(Shape(target, ())) == size
-    height, width = make_recipe(thumbnail_px=96).thumbnail_size(Shape(target, ()))
-    assert height * width * 3 <= 27_648, "the configuration's page says 28 kB"
     assert RECIPE.thumbnail_size(Shape(target, ())) is None
 
 
@@ -140,7 +149,168 @@ def test_the_reader_of_the_standard_library_knows_them(tmp_path: Path) -> None:
     assert "thumbnail" in refused.stderr and refused.returncode == 1
 
 
-# The encoder
+# Pictures beside the record
+
+PICTURES = {
+    "one control": SmallPictures(Image.new("RGB", (48, 32), "red"), (Image.new("RGB", (48, 32), "blue"),)),
+    "all kinds": SmallPictures(
+        Image.new("RGB", (31, 17), "red"),
+        (Image.new("RGB", (9, 40), "blue"), Image.new("RGB", (40, 1), "lime")),
+        Image.new("L", (31, 17), 255),
+    ),
+    "no control": SmallPictures(Image.new("RGB", (1, 1), "red")),
+}
+
+
+@pytest.mark.parametrize("pictures", PICTURES.values(), ids=PICTURES)
+def test_pictures_come_back_at_their_sizes_and_none_shines_through_into_another(pictures: SmallPictures) -> None:
+    jpeg = encode_pictures(pictures)
+    found = decode_pictures(jpeg, "here")
+    assert encode_pictures(pictures) == jpeg and len(found.controls) == len(pictures.controls)
+    given = [pictures.target, *pictures.controls, pictures.mask]
+    for one, due in zip([found.target, *found.controls, found.mask], given, strict=True):
+        assert (one and (one.size, one.mode)) == (due and (due.size, due.mode))
+        if one and due:
+            assert np.abs(np.asarray(one, int) - np.asarray(due, int)).max() <= 2
+
+
+def jpeg_of(comment: bytes | None, size: tuple[int, int] = (16, 8)) -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", size).save(content, "JPEG", **({} if comment is None else {"comment": comment}))
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "jpeg",
+    [
+        b"",
+        b"not a picture",
+        encode_pictures(PICTURES["one control"])[:200],
+        jpeg_of(None),
+        jpeg_of(b"{"),
+        jpeg_of(b"[" * 60_000),
+        jpeg_of(b'{"qie":[]}'),
+        jpeg_of(b'{"qie":[["target",0,17,8]]}'),
+        jpeg_of(b'{"qie":[["target",-1,8,8]]}'),
+        jpeg_of(b'{"qie":[["target",0,0,8]]}'),
+        jpeg_of(b'{"qie":[["target",0,8,8],["control",8,8,8]]}'),
+        jpeg_of(b'{"qie":[["target",0,8,8]]}', (5000, 5000)),
+    ],
+)
+def test_what_is_no_jpeg_of_pictures_is_refused(jpeg: bytes) -> None:
+    with pytest.raises(ShardError, match="cannot be read"):
+        decode_pictures(jpeg, "here")
+
+
+def test_pictures_stand_before_their_record_which_is_the_same_without_them(tmp_path: Path) -> None:
+    jpeg = encode_pictures(PICTURES["one control"])
+    samples = [make_sample(0), replace(make_sample(1), pictures=jpeg), replace(make_sample(1), pictures=jpeg)]
+    index = write_shard(tmp_path / "with", samples)
+    without = write_shard(tmp_path / "without", [replace(one, pictures=None) for one in samples])
+
+    with tarfile.open(tmp_path / "with" / "00000000-00000003.tar") as tar:
+        key, other = samples[1].key, samples[0].key
+        assert tar.getnames() == [f"{other}.safetensors", f"{key}.jpg", f"{key}.safetensors"]
+    assert "pictures" not in without.to_json()
+    assert {name: one.sha256 for name, one in index.files.items()} == {
+        name: one.sha256 for name, one in without.files.items()
+    }
+    shard = Shard(tmp_path / "with" / "00000000-00000003.json")
+    assert [shard.pictures_jpeg(entry) for entry in shard.index.samples] == [None, jpeg, jpeg]
+    assert shard.pictures(shard.index.samples[0]) is None
+    assert not list(shard_faults(shard))
+    tool = subprocess.run([sys.executable, READ_SHARD, shard.file.path], capture_output=True, text=True)
+    assert tool.returncode == 0, tool.stderr
+
+
+def test_pictures_of_another_number_of_controls_are_refused_and_so_are_those_of_no_sample(tmp_path: Path) -> None:
+    write_shard(tmp_path, [replace(make_sample(0), pictures=encode_pictures(PICTURES["all kinds"]))])
+    index = tmp_path / "00000000-00000001.json"
+    shard = Shard(index)
+    with pytest.raises(ShardError, match="another number of controls"):
+        shard.pictures(shard.index.samples[0])
+    rewrite_index(index, lambda values: values["pictures"].update({"a.jpg": {"offset": 0, "size": 1}}))
+    with pytest.raises(ShardError, match="pictures of samples that it does not have"):
+        read_index(index)
+
+
+def test_a_reader_of_samples_touches_no_byte_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jpeg = encode_pictures(PICTURES["one control"])
+    index = write_shard(tmp_path, [replace(make_sample(n), pictures=jpeg) for n in range(3)])
+    read: list[range] = []
+    whole = Tar.read
+
+    def told(self: Tar, start: int, stop: int) -> memoryview:
+        read.append(range(start, stop))
+        return whole(self, start, stop)
+
+    monkeypatch.setattr(Tar, "read", told)
+    samples = ShardSet.open([tmp_path])
+    for position in range(3):
+        samples.fetch(position)
+    assert len(read) >= 3
+    edges = {edge for place in index.pictures.values() for edge in (place.offset, place.offset + place.size - 1)}
+    assert not [edge for edge in edges for one in read if edge in one]
+
+
+def test_a_thumbnail_of_an_earlier_qie_is_a_picture_of_the_target(tmp_path: Path) -> None:
+    sample = make_sample(0, recipe=SMALL)
+    write_shard(tmp_path, [sample], recipe=SMALL)
+    shard = Shard(tmp_path / "00000000-00000001.json")
+    found = shard.pictures(shard.index.samples[0])
+    assert found is not None and not found.controls and sample.thumbnail is not None
+    assert np.array_equal(np.asarray(found.target), sample.thumbnail.numpy())
+
+
+@pytest.fixture(scope="module")
+def encoder_pictures(encoder: Encoder) -> Encoder:
+    """The tiny encoder, with pictures of 32 pixels."""
+    cpu = torch.device("cpu")
+    return Encoder(encoder.pretrained, encoder.recipe, cpu, cpu, thumbnail_px=32)
+
+
+def test_the_encoder_makes_pictures_of_what_the_vae_sees_and_no_tensor_and_no_key_changes(
+    encoder: Encoder, encoder_pictures: Encoder, photos: Path
+) -> None:
+    row = open_source(photos).read(0)
+    mask = io.BytesIO()
+    with Image.open(io.BytesIO(row.target)) as opened:
+        half = Image.new("L", opened.size)
+        half.paste(255, (0, 0, opened.width // 2, opened.height))
+    half.save(mask, "PNG")
+    row = replace(row, mask=mask.getvalue())
+    plain, sample = encoder.encode(row), encoder_pictures.encode(row)
+    assert_same(plain, sample)
+    assert plain.pictures is None and sample.pictures is not None
+    found = decode_pictures(sample.pictures, "here")
+    height, width = replace(encoder.recipe, thumbnail_px=32).thumbnail_size(sample.shape) or (0, 0)
+    assert found.target.size == (width, height) and max(found.controls[0].size) == 32
+    for one, content in ((found.target, row.target), (found.controls[0], row.controls[0])):
+        with Image.open(io.BytesIO(content)) as image:
+            small = image.convert("RGB").resize(one.size, Image.Resampling.BOX)
+        assert np.abs(np.asarray(small, dtype=int) - np.asarray(one, dtype=int)).mean() < 10
+    assert found.mask is not None
+    left, right = np.array_split(np.asarray(found.mask), 2, axis=1)
+    assert left[:, :-3].min() > 230 and right[:, 3:].max() < 25
+
+
+def test_pictures_are_no_reason_to_write_a_shard_again_and_go_with_records_that_are_reused(
+    photos: Path, encoder: Encoder, encoder_pictures: Encoder, tmp_path: Path
+) -> None:
+    source, before = open_source(photos), tmp_path / "before"
+    precompute(source, encoder, before, rows=(0, 2), shard_size=2)
+    first = contents(before)
+    report = precompute(source, encoder_pictures, before, rows=(0, 4), shard_size=2)
+    assert (report.encoded, report.shards_kept) == (2, 1) and contents(before).items() >= first.items()
+    again = Settings(reuse=(str(before),))
+    moved = precompute(source, encoder_pictures, tmp_path / "moved", rows=(0, 4), shard_size=4, settings=again)
+    assert moved.encoded == 0
+    (shard,) = (Shard(index) for index in published(open_folder(tmp_path / "moved")))
+    there = [shard.pictures_jpeg(entry) for entry in shard.index.samples]
+    assert there == [None, None, *(encoder_pictures.encode(source.read(number)).pictures for number in (2, 3))]
+
+
+# The encoder, as it writes into a folder of an earlier qie
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,6 @@ CHANGES = {
     "prefix": ({"cache.share_prefix": True}, "share_prefix (cache.share_prefix): True"),
     "batch": ({"cache.encode_batch_size": 2}, "batch_size (cache.encode_batch_size): 2"),
     "compiled": ({"cache.compile": True}, "compiled (cache.compile): True"),
-    "thumbnail": ({"cache.thumbnail_px": 96}, "thumbnail_px (cache.thumbnail_px): 96"),
     "two of them": (
         {"data.multiple_px": 16, "cache.compile": True},
         "multiple_px (data.multiple_px): 16 by the configuration, 32 in the shards; compiled (cache.compile): True",
