@@ -35,8 +35,9 @@ from qie.config import Config
 from qie.data.opening import open_stream
 from qie.families import FAMILIES
 from qie.pretrained import PretrainedModel
+from qie.training.control import Control
 from qie.training.objective import Objective, drop_captions
-from qie.training.processes import stop_requested
+from qie.training.processes import agreement
 from qie.training.reporting.metrics import MetricsFile
 from qie.training.reporting.trackers import Trackers
 from qie.training.run import Run
@@ -139,13 +140,14 @@ def timed_loop(run: Run, hooks: Sequence[MetricsFile | Trackers], steps: int) ->
             (run._stepper, "zero_grad"),
         ):
             patches.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
-        stopping = patches.enter_context(stop_requested(run.accelerator))
+        control = patches.enter_context(Control(Path(run.config.train.output_dir)))
+        agreed = patches.enter_context(agreement(run.accelerator, control.look))
         waited, started = 0.0, time.perf_counter()
         for _ in range(steps):
             metrics = run.training_step()
             for hook in hooks:
                 hook.step(metrics)
-            stopping()
+            agreed()
             waited += metrics.data_wait_s
         return (time.perf_counter() - started) / steps, spent[0] / steps, waited / steps
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from qie.config import AdapterConfig, Config, required
+from qie.config import AdapterConfig, Config, SampleConfig, required
 from qie.data.live import RowEncoder
 from qie.data.sources import Layout, Names, Source, SourceSpec, open_laid_out, with_concepts
 from qie.data.variants import Variants
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from qie.config.schema import ColumnsConfig
     from qie.encode import Encoder
     from qie.inference import Predictor
+    from qie.inference.predictor import Conditions
     from qie.inference.sample_images import SampleImages
     from qie.precompute import Report, Settings
     from qie.types import Facts, Row, Sample
@@ -255,14 +256,59 @@ def open_samples(config: Config, device: torch.device) -> SampleImages | None:
     """
     if not config.validation.samples:
         return None
-    from qie.inference.sample_images import SampleImages, embed_samples, read_samples
+    from qie.inference.sample_images import SampleImages
 
     named = config.predict.devices.text_encoder
-    pretrained = open_model(config, (*ENCODERS, "scheduler"))
-    controls = read_samples(config, pretrained.family)
     text_device = device if named == "auto" else resolve_device(named, "predict.devices.text_encoder")
-    encoder = inference_encoder(config, pretrained, device, text_device)
-    return SampleImages(config, pretrained, embed_samples(config, controls, encoder), device)
+    pretrained = open_model(config, (*ENCODERS, "scheduler"))
+    return SampleImages(config, pretrained, _embed_samples(config, pretrained, text_device), device)
+
+
+def _embed_samples(config: Config, pretrained: PretrainedModel, text_device: torch.device) -> list[Conditions]:
+    from qie.inference.sample_images import embed_samples, read_samples
+
+    controls = read_samples(config, pretrained.family)
+    # The VAE takes no part in this.
+    return embed_samples(config, controls, inference_encoder(config, pretrained, text_device, text_device))
+
+
+class LaterSamples:
+    """Sample images of other `validation.samples`, for a run that trains already; see `qie.training.run.OtherSamples`.
+
+    The CPU embeds them: the device's memory is planned for training. The text encoder is loaded for them, in the
+    precision of the device, and freed.
+
+    Args:
+        config: of the run.
+        device: where this process trains.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config, self._device = config, device
+
+    def embed(self, samples: Sequence[SampleConfig]) -> tuple[Config, list[Conditions]]:
+        """The configuration with these samples, and the samples embedded. Raises as `open_samples`."""
+        config = self._config
+        cache = {"compute_dtype": resolve_dtype(config.cache.compute_dtype, self._device)}
+        parts = {
+            "cache": config.cache.model_copy(update=cache),
+            "validation": config.validation.model_copy(update={"samples": list(samples)}),
+        }
+        config = config.model_copy(update=parts)
+        if not samples:
+            return config, []
+        pretrained = open_model(config, (*ENCODERS, "scheduler"))
+        with torch.random.fork_rng(devices=()):
+            return config, _embed_samples(config, pretrained, torch.device("cpu"))
+
+    def open(self, embedded: tuple[Config, list[Conditions]]) -> SampleImages | None:
+        """The generator of what `embed` gave, in this process or another."""
+        from qie.inference.sample_images import SampleImages
+
+        config, samples = embedded
+        if not samples:
+            return None
+        return SampleImages(config, open_model(config, (*ENCODERS, "scheduler")), samples, self._device)
 
 
 class LaterEncoder:

@@ -117,6 +117,7 @@ def _train(
     follow: bool,
     quiet: bool,
 ) -> None:
+    from qie.from_config import LaterSamples
     from qie.paths import local_path
     from qie.stream_chooser import open_training_stream
     from qie.training.checkpoint_folders import find_resume
@@ -140,6 +141,7 @@ def _train(
             accelerator,
             resume=resume,
             generate_samples=_generator(config, accelerator),
+            other_samples=LaterSamples(config, accelerator.device),
             callbacks=[_listener(progress, local_path(config.train.output_dir))],
         )
     if main_process:

@@ -10,6 +10,7 @@ from qie.config.schema import (
     LossConfig,
     OptimizerConfig,
     Quantization,
+    SampleConfig,
     SchedulerConfig,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "LossConfig",
     "OptimizerConfig",
     "Quantization",
+    "SampleConfig",
     "SchedulerConfig",
     "load_config",
     "required",

@@ -13,6 +13,7 @@ import torch
 
 from qie.errors import ModelError, QieError, UsageError
 from qie.paths import local_path
+from qie.training.reporting.metrics import METRICS_FILE
 from qie.training.run_lock import require_folder
 
 STATE_FILE = "state.json"
@@ -38,7 +39,8 @@ def find_checkpoint(resume: str, output_dir: Path) -> Path:
     """
     if resume != "latest":
         folder = local_path(resume)
-        if not (folder / STATE_FILE).is_file():
+        # The folder of a run has a state.json, too, and is no checkpoint.
+        if not (folder / STATE_FILE).is_file() or (folder / METRICS_FILE).is_file():
             raise UsageError("no such checkpoint", where=folder, expected="a folder checkpoint-NNNNNN, or latest")
         return folder
     found = checkpoints(output_dir)

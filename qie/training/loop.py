@@ -1,4 +1,6 @@
-"""The loop: steps, validations and checkpoints until the last step, or until someone asks the run to stop."""
+"""The loop: steps, validations and checkpoints until the last step, or until someone asks the run to stop.
+
+Between two steps it obeys what it is asked: `qie.training.control`."""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -14,17 +17,19 @@ from PIL import Image
 
 from qie.config import Config
 from qie.data.stream import Stream
-from qie.errors import QieError
+from qie.errors import QieError, UsageError
 from qie.pretrained import PretrainedModel
 from qie.training import checkpoint
 from qie.training.checkpoint_folders import checkpoints, find_resume, remove_leftovers, remove_old
+from qie.training.control import PROMPTS_FILE, Control
 from qie.training.memory import explained_memory, fill_memory, memory_to_fill, plan_memory, tell_memory
 from qie.training.objective import LossFunction
-from qie.training.processes import deterministic, stop_requested
+from qie.training.processes import Agreement, agreement, deterministic
 from qie.training.reporting.card import Reporter, read_run, write_run
 from qie.training.reporting.metrics import MetricsFile, StepMetrics, Validation
+from qie.training.reporting.state_file import StateFile
 from qie.training.reporting.trackers import Trackers
-from qie.training.run import Run, SampleGenerator
+from qie.training.run import OtherSamples, Run, SampleGenerator
 from qie.training.run_lock import locked
 
 
@@ -34,7 +39,8 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Listener:
-    """Functions of the caller that a run calls in the main process. MetricsFile and Trackers get the same calls.
+    """Functions of the caller that a run calls in the main process. MetricsFile, StateFile and Trackers get the same
+    calls.
 
     A run waits for each; what one raises ends it.
 
@@ -52,7 +58,7 @@ class Listener:
     say: Callable[[str], object] = _nothing
 
 
-Hooks = Sequence[MetricsFile | Trackers | Listener]
+Hooks = Sequence[MetricsFile | StateFile | Trackers | Listener]
 
 
 def together(listeners: Sequence[Listener]) -> Listener:
@@ -85,11 +91,14 @@ def train(
     *,
     resume: str | None = None,
     generate_samples: SampleGenerator | None = None,
+    other_samples: OtherSamples | None = None,
     callbacks: Sequence[Listener] = (),
     loss_fn: LossFunction | None = None,
     listener: Listener | None = None,
 ) -> Outcome:
     """Train until `train.max_steps` or `train.epochs`. SIGINT and SIGTERM end the run after the current step, saved.
+
+    The run also obeys files in its folder: see `qie.training.control`.
 
     Args:
         config: every section but data and cache, which made the stream.
@@ -98,6 +107,7 @@ def train(
         accelerator: device, precision and process group.
         resume: a checkpoint folder, or "latest"; the run continues as if it had never stopped.
         generate_samples: generates the sample images at each validation.
+        other_samples: makes such a function for the samples of control/prompts.json; None: the run says that it cannot.
         callbacks: hear how the run goes, one after the other.
         loss_fn: the loss instead of the configuration's, in training and validation; see `LossFunction`. Noise levels,
             shift and dropout stay the configuration's; `loss.weighting`, `loss.kind` and weights of masks are refused
@@ -117,11 +127,14 @@ def train(
         warnings.warn("qie.train(listener=…) is now qie.train(callbacks=[…])", DeprecationWarning, stacklevel=2)
         callbacks = [*callbacks, listener]
     listeners = together(callbacks if main else ())
+    control = Control(output_dir)
     with locked(output_dir) if main else nullcontext():
         # The main process holds the lock: the others resume from the checkpoint that it finds.
         resume_from = broadcast_object_list([find_resume(resume, output_dir) if main else None])[0]
         if main:
             remove_leftovers(output_dir)
+            for line in control.forget_old():
+                listeners.say(line)
         setup = plan_memory(config, pretrained, stream, accelerator)
         if config.train.gradient_checkpointing == "auto":
             setup = fill_memory(setup, memory_to_fill(config, stream, accelerator.device))
@@ -131,7 +144,7 @@ def train(
             for line in unheeded(config, run.steps, masked=stream.samples.masked and loss_fn is None):
                 listeners.say(line)
             listeners.start(run.step, run.steps)
-            saved = _train(run, resume_from or output_dir, generate_samples, listeners)
+            saved = _train(run, resume_from or output_dir, generate_samples, other_samples, control, listeners)
             run.finish()
     return Outcome(run.step, saved, interrupted=run.step < run.steps)
 
@@ -158,42 +171,158 @@ def unheeded(config: Config, steps: int, *, masked: bool) -> Iterator[str]:
         )
 
 
-def _train(run: Run, saved: Path, generate_samples: SampleGenerator | None, listener: Listener) -> Path:
+def _train(
+    run: Run,
+    saved: Path,
+    generate_samples: SampleGenerator | None,
+    other_samples: OtherSamples | None,
+    control: Control,
+    listener: Listener,
+) -> Path:
     """Take the steps that are left; returns the last checkpoint, which is `saved` when no step is left."""
     config, accelerator = run.config, run.accelerator
+    output_dir, main = Path(config.train.output_dir), accelerator.is_main_process
     reporter = Reporter(config, run.pretrained, run.stream, accelerator, resumed=run.step > 0)
     with (
-        MetricsFile(Path(config.train.output_dir), run.step, enabled=accelerator.is_main_process) as metrics_file,
+        StateFile(output_dir, run.steps, enabled=main) as state_file,
+        MetricsFile(output_dir, run.step, enabled=main) as metrics_file,
         Trackers(config, accelerator) as trackers,
-        stop_requested(accelerator) as stop,
+        control if main else nullcontext(),
+        agreement(accelerator, control.look) as agreed,
         closing(run.batches),
     ):
-        hooks = (metrics_file, trackers, listener)
-        if run.step == 0:
-            _validate(run, generate_samples, hooks)
+        hooks = (metrics_file, trackers, state_file, listener)
+        samples = (generate_samples, generate_samples, other_samples)
+        loop = _Loop(run, reporter, hooks, state_file, agreed, control, listener, saved, *samples)
         if run.step == run.steps:
             _complete(run, reporter)
-        stopped = False
+        else:
+            loop.run_steps()
+        state_file.at("finished" if run.step == run.steps else "stopped", run.step)
+    return loop.saved
+
+
+@dataclass
+class _Loop:
+    """The steps of a run, and what comes between them.
+
+    Attributes:
+        saved: the last checkpoint.
+        generate_samples: as asked last.
+        configured_samples: as the configuration says.
+    """
+
+    run: Run
+    reporter: Reporter
+    hooks: Hooks
+    state_file: StateFile
+    agreed: Agreement
+    control: Control
+    listener: Listener
+    saved: Path
+    generate_samples: SampleGenerator | None
+    configured_samples: SampleGenerator | None
+    other_samples: OtherSamples | None
+
+    def run_steps(self) -> None:
+        """Until the last step, or until one is asked to be the last."""
+        run, config = self.run, self.run.config
+        self._write_beginning()
+        stopped = self._between_steps(validate=run.step == 0, save=False)
         while run.step < run.steps and not stopped:
             metrics = run.training_step()
-            for hook in hooks:
+            for hook in self.hooks:
                 hook.step(metrics)
-            stopped, ended = stop(), run.step == run.steps
-            # Not where the run stops: one that goes on from there is to be the run that was never stopped.
-            if ended or run.step % config.validation.every == 0:
-                _validate(run, generate_samples, hooks)
-            if stopped or ended or run.step % config.train.checkpoint_every == 0:
-                saved = save_checkpoint(run, reporter)
-    return saved
+            ended = run.step == run.steps
+            stopped = self._between_steps(
+                validate=ended or run.step % config.validation.every == 0,
+                save=ended or run.step % config.train.checkpoint_every == 0,
+            )
 
+    def _write_beginning(self) -> None:
+        """state.json and run.json, which who watches reads from the first step on."""
+        output_dir = Path(self.run.config.train.output_dir)
+        if self.run.accelerator.is_main_process:
+            self.state_file.at("training", self.run.step)
+            kept = tuple(folder.name for folder in checkpoints(output_dir))
+            write_run(output_dir, replace(self.reporter.report(self.run.step, ended=False), checkpoints=kept))
 
-def _validate(run: Run, generate_samples: SampleGenerator | None, hooks: Hooks) -> None:
-    if validation := run.validate():
-        for hook in hooks:
-            hook.validation(run.step, validation)
-    if generate_samples and (images := run.sample_images(generate_samples)):
-        for hook in hooks:
-            hook.images(run.step, images)
+    def _between_steps(self, *, validate: bool, save: bool) -> bool:
+        """Do what is due, and what is asked; returns whether to stop. Holds as long as the run is asked to pause."""
+        run, last, held = self.run, self.run.step == self.run.steps, False
+        while True:
+            asked = self.agreed()
+            if asked.prompts:
+                self._change_samples()
+            if asked.pause and not (asked.stop or asked.checkpoint or last):
+                held = held or self._say_held()
+                self.state_file.at("paused", run.step)
+                self.agreed.wait()
+                continue
+            # A checkpoint comes after the validation of its step: a run that goes on from there has it behind it.
+            if validate:
+                self._validate()
+            if save or asked.stop or asked.checkpoint:
+                self.saved = save_checkpoint(run, self.reporter)
+                self.control.done(asked)
+            if asked.stop or last or not asked.pause:
+                break
+            validate = save = False
+        if held and not asked.stop:
+            self.listener.say("going on")
+            self.state_file.at("training", run.step)
+        return asked.stop
+
+    def _say_held(self) -> bool:
+        self.listener.say(f"paused after step {self.run.step}: to go on, remove {self.control.pause_file}")
+        return True
+
+    def _validate(self) -> None:
+        run = self.run
+        if not len(run.stream.held_out) and not self.generate_samples:
+            return
+        self.state_file.at("validating", run.step)
+        if validation := run.validate():
+            for hook in self.hooks:
+                hook.validation(run.step, validation)
+        if self.generate_samples and (images := run.sample_images(self.generate_samples)):
+            for hook in self.hooks:
+                hook.images(run.step, images)
+        self.state_file.at("training", run.step)
+
+    def _change_samples(self) -> None:
+        """Generate what control/prompts.json asks for from the next validation on; without it, what was configured."""
+        main, sharded = self.run.accelerator.is_main_process, self.run.trainable.sharded
+        found = self._embedded() if main else None
+        if sharded:  # they generate together, and one has embedded for all
+            found = broadcast_object_list([found])[0]
+        if found == "configured":
+            self.generate_samples = self.configured_samples
+        elif found is not None and self.other_samples:
+            self.generate_samples = self.other_samples.open(found)
+
+    def _embedded(self) -> Any:
+        """The samples that are asked for, embedded; "configured" without any; None where they are refused."""
+        found: Any = "configured"
+        try:
+            samples = self.control.prompts()
+            if samples is not None:
+                if self.other_samples is None:
+                    raise UsageError("this program generates no other samples than its own")
+                found = self.other_samples.embed(samples)
+        except (
+            QieError,
+            OSError,
+            RuntimeError,
+        ) as error:  # such as lack of host memory: a run does not end for pictures
+            wrong = " ".join(str(error).split())[:500]
+            self.state_file.note(prompts=wrong)
+            self.listener.say(f"other prompts are refused, and the pictures stay as they were: {wrong}")
+            return None
+        self.state_file.note(prompts=None)
+        told = "the configuration's samples" if samples is None else f"{len(samples)} samples of {PROMPTS_FILE}"
+        self.listener.say(f"pictures from the next validation on: {told}")
+        return found
 
 
 def save_checkpoint(run: Run, reporter: Reporter) -> Path:

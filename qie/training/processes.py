@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple, replace
 from datetime import timedelta
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from qie.config import Config
 from qie.errors import ConfigError, QieError, UsageError
+from qie.training.control import Asked
 from qie.training.reporting.trackers import require_trackers
 
 _START = "start several processes with torchrun or accelerate launch; for one, unset WORLD_SIZE and LOCAL_RANK"
@@ -132,29 +134,52 @@ def deterministic() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
-@contextmanager
-def stop_requested(accelerator: Accelerator) -> Iterator[Callable[[], bool]]:
-    """A context in which SIGINT and SIGTERM ask the run to stop. Gives a function that says whether one was asked.
+HOLD_S = 0.5
+"""A run that holds looks again after so long, and its processes agree: none waits in a collective meanwhile."""
 
-    The loop calls it between steps; it answers the same in all processes. A second signal interrupts at once.
+
+class Agreement:
+    """What all processes of a run are asked to do: the same in each.
+
+    A signal may reach any process; the files of `qie.training.control` are read by the main one.
     """
-    asked = threading.Event()
 
-    def on_signal(*_: object) -> None:
-        if asked.is_set():
+    def __init__(self, accelerator: Accelerator, look: Callable[[], Asked]) -> None:
+        self._accelerator, self._look, self._signalled = accelerator, look, threading.Event()
+
+    def on_signal(self, *_: object) -> None:
+        """A second signal interrupts at once."""
+        if self._signalled.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        self._signalled.set()
 
-    def agreed() -> bool:
-        if accelerator.num_processes == 1:
-            return asked.is_set()
-        flag = torch.tensor(float(asked.is_set()), device=accelerator.device)
-        return bool(accelerator.reduce(flag, "sum") > 0)
+    def __call__(self) -> Asked:
+        """Collective: every process calls it between two steps."""
+        mine = self._look() if self._accelerator.is_main_process else Asked()
+        mine = replace(mine, stop=mine.stop or self._signalled.is_set())
+        if self._accelerator.num_processes == 1:
+            return mine
+        flags = torch.tensor(astuple(mine), dtype=torch.float32, device=self._accelerator.device)
+        return Asked(*(flag > 0 for flag in self._accelerator.reduce(flags, "sum").tolist()))
 
+    def wait(self) -> None:
+        """Until it is time to ask again, or a signal comes."""
+        self._signalled.wait(HOLD_S)
+
+
+@contextmanager
+def agreement(accelerator: Accelerator, look: Callable[[], Asked]) -> Iterator[Agreement]:
+    """A context in which SIGINT and SIGTERM ask the run to stop after the current step, as the file `stop` does.
+
+    Args:
+        accelerator: of the processes that agree.
+        look: what is asked by files; called in the main process.
+    """
+    agreed = Agreement(accelerator, look)
     if threading.current_thread() is not threading.main_thread():
         yield agreed  # signals reach the main thread only
         return
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, agreed.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield agreed
     finally:

@@ -9,7 +9,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from diffusers import QwenImageTransformer2DModel
 from PIL import Image
 
-from qie.config import Config
+from qie.config import Config, SampleConfig
 from qie.data.stream import Stream
 from qie.errors import ConfigError, QieError
 from qie.families import Family
@@ -44,6 +44,16 @@ from qie.types import Batch
 
 SampleGenerator = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
 """Generates the images of validation.samples with the model as it is."""
+
+
+class OtherSamples(Protocol):
+    """Makes a generator for other `validation.samples`, while the run trains."""
+
+    def embed(self, samples: Sequence[SampleConfig]) -> Any:
+        """The samples, embedded, for `open`. May take minutes. Raises QieError when one cannot be used."""
+
+    def open(self, embedded: Any) -> SampleGenerator | None:
+        """The generator of what `embed` gave, perhaps in another process; None for no samples."""
 
 
 class Run:

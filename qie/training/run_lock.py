@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -48,6 +49,23 @@ def locked(output_dir: Path) -> Iterator[None]:
         for folder in made:
             with suppress(OSError):  # not empty, or in use
                 folder.rmdir()
+
+
+def holder(output_dir: Path) -> str | None:
+    """Who trains into the folder, as in "process 4711 on gpu3"; None if nobody does, or if he died on this machine."""
+    try:
+        words = (output_dir / LOCK_FILE).read_text(errors="replace")[:200]
+    except OSError:
+        return None
+    named = re.fullmatch(r"process (\d{1,9}) on (.*)", words)
+    if named and named[2] == socket.gethostname():
+        try:
+            os.kill(int(named[1]), 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:  # another user's
+            pass
+    return words
 
 
 def _taken(path: Path) -> BufferedWriter:

@@ -45,8 +45,8 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self._warden.communicate(timeout=200)
 
-    def train(self, words: list[str], log: Path, *, sharded: bool) -> None:
-        """Run qie-train in both ranks, which have to end well."""
+    def train(self, words: list[str], log: Path, *, sharded: bool, control: Path | None = None) -> None:
+        """Run qie-train in both ranks, which have to end well. While it holds, `control` asks for a checkpoint."""
         from torch.distributed import TCPStore
 
         assert self._warden.stdin and self._warden.stdout
@@ -55,6 +55,7 @@ class Ranks:
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"HELD_BY": str(control)} if control else {}
         if sharded:
             given = launch_environment(FSDP2)
             environment |= {name: value for name, value in given.items() if name.startswith(("FSDP", "ACCELERATE"))}
@@ -90,6 +91,23 @@ def _shard_on_cpus() -> None:
     TrainableModel.prepare = prepare
 
 
+def _ask_while_held(control: Path) -> None:
+    """While the run holds, at once: ask for a checkpoint; look again; and let it go on, once there is one."""
+    from qie.training.processes import Agreement
+
+    waits: list[Agreement] = []
+
+    def wait(agreed: Agreement) -> None:
+        waits.append(agreed)
+        if agreed._accelerator.is_main_process and len(waits) == 1:
+            (control / "checkpoint").touch()
+        if agreed._accelerator.is_main_process and len(waits) == 3:
+            assert [path.name for path in control.parent.glob("checkpoint-*")] == ["checkpoint-000000"]
+            (control / "pause").unlink()
+
+    Agreement.wait = wait  # type: ignore[method-assign]
+
+
 def _run(rank: int, environment: dict[str, str], words: list[str], log: str) -> None:
     """In a process of its own, which it ends."""
     signal.alarm(LIMIT_S)
@@ -103,6 +121,8 @@ def _run(rank: int, environment: dict[str, str], words: list[str], log: str) -> 
 
         if "FSDP_VERSION" in environment:
             _shard_on_cpus()
+        if "HELD_BY" in environment:
+            _ask_while_held(Path(environment["HELD_BY"]))
         main(words)
     except SystemExit as ended:
         code = ended.code or 0

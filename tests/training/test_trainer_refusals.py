@@ -22,9 +22,10 @@ from qie.data.sources import open_source
 from qie.precompute import precompute
 from qie.training import checkpoint as checkpoint_module
 from qie.training.checkpoint import OPTIMIZER_FILE, load
+from qie.training.control import Asked
 from qie.training.model.lora import adapter_tensors
 from qie.training.objective import Losses, Objective
-from qie.training.processes import stop_requested
+from qie.training.processes import agreement
 from qie.training.run import Run
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines, losses, names, tree
 
@@ -166,11 +167,13 @@ def test_ctrl_c_twice_stops_at_once_and_says_how_to_go_on(
 
 @pytest.mark.parametrize("others", [0.0, 1.0])
 def test_a_process_stops_when_any_of_its_group_was_asked_to(others: float) -> None:
-    group = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda flag, how: flag + others)
-    with stop_requested(group) as asked:
-        assert asked() == bool(others)
+    group = SimpleNamespace(
+        num_processes=2, is_main_process=False, device="cpu", reduce=lambda flags, how: flags + others
+    )
+    with agreement(group, Asked) as agreed:
+        assert agreed().stop == bool(others)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked()
+        assert agreed().stop
 
 
 def test_a_run_that_sigterm_stopped_ends_with_0_and_goes_on_as_if_it_had_never_stopped(

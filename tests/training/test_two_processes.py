@@ -67,7 +67,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory, request) -> tuple[Bench, dic
 def test_two_processes_train_as_one_does_and_their_checkpoints_move(
     alone: tuple[Bench, dict[str, object], Path], ranks: Ranks, tmp_path: Path, sharded: bool
 ) -> None:
-    """Of two runs, one starts anew, and one goes on with the run of one process; then one process goes on."""
+    """Of two runs, one starts anew, and one goes on with the run of one process; then one process goes on.
+
+    The one that starts anew is held before its first step, and saved meanwhile.
+    """
     bench, settings, one = alone
     # Sums over a batch are taken in another order: the stated tolerance is 1e-5 of the values.
     expected = [pytest.approx(values, rel=1e-5) for values in losses(one)]
@@ -77,10 +80,15 @@ def test_two_processes_train_as_one_does_and_their_checkpoints_move(
         shutil.copytree(one, tmp_path / "run")
         for step in (4, 6):
             shutil.rmtree(checkpoint(tmp_path / "run", step))
+    control = tmp_path / "run" / "control" if begins else None
+    if control:
+        control.mkdir(parents=True)
+        (control / "pause").touch()
     more = () if begins else ("--resume", "latest")
     keep = {"latents": "cpu", "embeds": "cpu"}
     words = bench.words(tmp_path / "run", "--quiet", *more, data__batch_size=1, cache__keep=keep, **settings)
-    ranks.train(words, tmp_path / "log", sharded=sharded)
+    ranks.train(words, tmp_path / "log", sharded=sharded, control=control)
+    assert control is None or not control.exists()
     assert "cannot share" not in (tmp_path / "log").read_text()
     assert losses(tmp_path / "run") == expected
     shutil.rmtree(checkpoint(tmp_path / "run", 6))

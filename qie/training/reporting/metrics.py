@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ class Speed:
 class MetricsFile:
     """`metrics.jsonl` of a run that begins after `first_step`. Lines of later steps, left by a killed run, are dropped.
 
-    With `enabled` false nothing is written.
+    Each line has the `time` at which it was written, in Unix seconds. With `enabled` false nothing is written.
     """
 
     def __init__(self, folder: Path, first_step: int, *, enabled: bool) -> None:
@@ -160,6 +161,7 @@ class MetricsFile:
 
     def _write(self, values: dict[str, Any]) -> None:
         if self._enabled:
+            values |= {"time": round(time.time(), 3)}
             self._file.write(json.dumps({name: _plain(value) for name, value in values.items()}) + "\n")
 
     def _kept(self) -> list[str]:
