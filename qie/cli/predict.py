@@ -37,7 +37,11 @@ SIDE_MAX = 8192
 )
 @click.option("--negative-prompt", default=" ", help="What guidance steers away from.")
 @click.option(
-    "--lora", "loras", multiple=True, metavar="PATH[:SCALE]", help="LoRA file, or folder with one; repeatable."
+    "--lora",
+    "loras",
+    multiple=True,
+    metavar="PATH[:SCALE]",
+    help="LoRA: a file, checkpoint, or run (its latest one); repeatable.",
 )
 @click.option("--transformer", metavar="DIR", help="Checkpoint of a run that trained all weights.")
 @click.option(
@@ -163,12 +167,13 @@ def parse_size(text: str, multiple: int = 16) -> tuple[int, int]:
 
 
 def parse_lora(text: str) -> AdapterConfig:
-    """PATH or PATH:SCALE. Raises UsageError when there is no adapter."""
+    """PATH or PATH:SCALE; of a run's folder its latest checkpoint. Raises UsageError when there is no adapter."""
     from pydantic import ValidationError
 
     from qie.config import AdapterConfig
     from qie.errors import UsageError
     from qie.paths import local_path
+    from qie.training.checkpoint_folders import checkpoints
     from qie.training.model.adapter_file import ADAPTER_FILE
 
     path, scale = local_path(text), 1.0
@@ -178,6 +183,8 @@ def parse_lora(text: str) -> AdapterConfig:
             path, scale = local_path(before), float(after)
         except ValueError:
             path = local_path(text)
+    if not (path / ADAPTER_FILE).is_file() and (of_run := checkpoints(path)):
+        path = of_run[-1]
     if not (path / ADAPTER_FILE).is_file() and not (path.is_file() and path.suffix == ".safetensors"):
         whole = (path / "transformer").is_dir() or path.name == "transformer"
         raise UsageError(
@@ -186,7 +193,7 @@ def parse_lora(text: str) -> AdapterConfig:
             expected=f"{ADAPTER_FILE}, or a .safetensors file",
             hint="it holds a whole transformer: pass it as --transformer"
             if whole
-            else "give a checkpoint-NNNNNN folder, or PATH:SCALE",
+            else "give a run's folder, a checkpoint-NNNNNN folder, or PATH:SCALE",
         )
     try:
         return AdapterConfig(path=str(path), scale=scale)

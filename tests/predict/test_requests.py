@@ -141,12 +141,16 @@ def test_an_impossible_size_is_refused_with_the_nearest(text: str, hint: str) ->
         ("x.safetensors:2", "x.safetensors", 2.0),
         ("with:3", "with:3", 1.0),
         ("with:3:0.25", "with:3", 0.25),
+        ("run", "run/checkpoint-000020", 1.0),
+        ("run:0.5", "run/checkpoint-000020", 0.5),
     ],
 )
-def test_a_lora_is_a_path_and_maybe_a_scale(tmp_path: Path, monkeypatch, text: str, path: str, scale: float) -> None:
+def test_a_lora_is_a_path_or_a_run_and_maybe_a_scale(
+    tmp_path: Path, monkeypatch, text: str, path: str, scale: float
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("lora", "with:3"):
-        (tmp_path / folder).mkdir()
+    for folder in ("lora", "with:3", "run/checkpoint-000003", "run/checkpoint-000020"):
+        (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / ADAPTER_FILE).touch()
     (tmp_path / "x.safetensors").touch()
     adapter = parse_lora(text)
