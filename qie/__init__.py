@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what editors, mypy and pyright see: `_EXPORTS`, which a tes
     from qie.pretrained import open_pretrained as open_pretrained
     from qie.recipe import Recipe as Recipe
     from qie.shards.shard_set import ShardSet as ShardSet
+    from qie.stats import Summary as Summary
     from qie.stream_chooser import open_training_stream as open_training_stream
     from qie.training.loop import Listener as Listener
     from qie.training.loop import train as train
@@ -55,6 +56,7 @@ _EXPORTS = {
     "ShardSet": "qie.shards.shard_set",
     "Source": "qie.data.sources",
     "Stream": "qie.data.stream",
+    "Summary": "qie.stats",
     "load_config": "qie.config",
     "open_accelerator": "qie.training.processes",
     "open_encoder": "qie.from_config",

@@ -12,6 +12,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def human_count(count: int, unit: str) -> str:
+    """(1200, "shard") -> '1,200 shards'."""
+    return f"{count:,} {unit}{'' if count == 1 else 's'}"
+
+
 def human_time(seconds: float) -> str:
     """4000 -> '1 h 6 min'."""
     minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400

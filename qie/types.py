@@ -10,12 +10,20 @@ Shapes are written with these letters everywhere:
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from qie.png import file_bytes
+from qie.quantities import human_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from qie.png import ImageLike
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Augment:
 
 @dataclass(frozen=True)
 class Row:
-    """One training example as its owner has it. Images are the bytes of their files, undecoded.
+    """One training example as its owner has it. Images are the bytes of their files, undecoded; `Row.of` takes others.
 
     Attributes:
         index: position in the source, from 0.
@@ -61,6 +69,55 @@ class Row:
     source: str = ""
     variant: int = 0
     augment: Augment | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        target: ImageLike,
+        controls: ImageLike | Sequence[ImageLike] = (),
+        prompt: str,
+        mask: ImageLike | None = None,
+        index: int = 0,
+        name: str = "",
+        more_prompts: Sequence[str] = (),
+    ) -> Row:
+        """A row of images as Python has them: paths of files, their bytes, PIL images, or NumPy arrays.
+
+        A path is read, so its row is that of its bytes, with the same key. What is in memory becomes a PNG without
+        loss, the same on every machine: PIL images of 8 bits a channel, as a viewer shows them (upright, with their
+        colour profile), and arrays, uint8 or bool of [H, W] or [H, W, channels].
+
+        Args:
+            target, prompt, mask, index, more_prompts: see `Row`.
+            controls: one image, or several in order.
+            name: for messages; by default the target's file name.
+
+        Raises:
+            RowError: a file cannot be read, or an image is of another kind; says which.
+        """
+        listed = controls if isinstance(controls, (list, tuple)) else [cast("ImageLike", controls)]
+        return cls(
+            index=index,
+            name=name or (Path(target).stem if isinstance(target, (str, os.PathLike)) else f"row {index}"),
+            target=file_bytes(target, "the target"),
+            controls=tuple(file_bytes(one, f"control {number}") for number, one in enumerate(listed, start=1)),
+            prompt=prompt,
+            mask=None if mask is None else file_bytes(mask, "the mask"),
+            more_prompts=tuple(more_prompts),
+        )
+
+    def __repr__(self) -> str:
+        images = {"target": (self.target,), "controls": self.controls, "mask": (self.mask,) if self.mask else ()}
+        sizes = (
+            f"{what} {' + '.join(human_bytes(len(one)) for one in files)}" for what, files in images.items() if files
+        )
+        return f"<Row {self.index} {_cut(self.name)}: {_cut(self.prompt)}, {', '.join(sizes)}>"
+
+    def _repr_html_(self) -> str:
+        from qie.html_report.notebook import row_html
+
+        return row_html(self)
 
     @cached_property
     def target_hash(self) -> str:
@@ -95,7 +152,7 @@ class Sample:
         image_slots: for each control, how many tokens of `prompt_embed` stand before it, where the transformer puts
             controls among the text's tokens and no token of an image is stored; None for other families.
         pictures: a JPEG of controls, target and mask made small, see `qie.shards.pictures`; kept beside the record.
-            None where none was asked for, and of a sample that was read from a shard.
+            None where none was asked for, and of a sample that was read for training.
         notes: what encoding did to the row that its owner may want to know; kept in the index, not in the record.
         own: nothing else holds the memory of its tensors, so a batch may take them as they are.
     """
@@ -116,6 +173,14 @@ class Sample:
     pictures: bytes | None = None
     notes: tuple[str, ...] = ()
     own: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Sample {self.key[:12]}: {_cut(self.prompt)}, {_tensors(self)}>"
+
+    def _repr_html_(self) -> str:
+        from qie.html_report.notebook import sample_html
+
+        return sample_html(self)
 
     @property
     def empty_prompt_embed(self) -> torch.Tensor:
@@ -171,6 +236,7 @@ class Batch:
         empty_prompt_embeds_mask: [B, L0] bool or None.
         loss_mask: [B, H, W] uint8; None when no sample has one. Samples without a mask are all foreground.
         image_slots: as of `Sample`: the same for all samples, which have one shape and one template.
+        prompts: as they were encoded.
     """
 
     keys: tuple[str, ...]
@@ -187,9 +253,15 @@ class Batch:
     empty_prompt_embeds_mask: torch.Tensor | None
     loss_mask: torch.Tensor | None = None
     image_slots: tuple[int, ...] | None = None
+    prompts: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def __repr__(self) -> str:
+        prompts = ", ".join(map(_cut, self.prompts[:_FEW]))
+        more = f" and {len(self.prompts) - _FEW} more" if len(self.prompts) > _FEW else ""
+        return f"<Batch of {len(self)}: {prompts}{more}, {_tensors(self)}>"
 
     @cached_property
     def empty_prompt_embed(self) -> torch.Tensor:
@@ -219,6 +291,45 @@ class Batch:
             empty_prompt_embeds_mask=moved(self.empty_prompt_embeds_mask),
             loss_mask=moved(self.loss_mask),
         )
+
+
+_FEW = 4
+_PROMPT_CHARACTERS = 60
+_TOLD = ("pixel_latent", "control_latent", "prompt_embed", "loss_mask")
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= _PROMPT_CHARACTERS else f"{text[:_PROMPT_CHARACTERS].rstrip()}…")
+
+
+def tensors_of(values: Sample | Batch) -> dict[str, torch.Tensor]:
+    """Its tensors by name, in the order of its fields; of several controls, `control_latent 1` and so on."""
+    found: dict[str, torch.Tensor] = {}
+    for field in fields(values):
+        value = getattr(values, field.name)
+        if hasattr(value, "dtype"):
+            found[field.name] = value
+        elif field.name == "control_latent":
+            names = [f"control_latent {number}" for number in range(1, len(value) + 1)]
+            found |= zip(names if len(value) > 1 else ["control_latent"], value, strict=True)
+    return found
+
+
+def _tensors(values: Sample | Batch) -> str:
+    """Names, shapes and types of tensors of three and more dimensions and of embeddings, and the bytes of all."""
+    tensors = tensors_of(values)
+    told = {
+        name: one
+        for name, one in tensors.items()
+        if name.endswith(("_latent", "prompt_embed", "loss_mask")) or " " in name
+    }
+    shapes = (f"{name} {list(one.shape)} {_type(one)}" for name, one in told.items())
+    where = {str(one.device) for one in tensors.values()} - {"cpu"}
+    return ", ".join([*shapes, human_bytes(sum(one.nbytes for one in tensors.values())), *sorted(where)])
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _size(latent: torch.Tensor) -> tuple[int, int]:

@@ -469,6 +469,36 @@ def test_a_set_takes_a_key_and_yaml_over_the_file_and_sets_before_it(
     assert (config.train.max_steps, config.train.seed, config.model.lora.r) == (8, 7, 4)
 
 
+def test_a_dictionary_is_read_as_the_file_of_it_and_stays_as_it_was(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROWS", "3")
+    given = {
+        "model": {"pretrained_model_name_or_path": Path("m")},
+        "data": {"source": Path("photos"), "area_px": (512 * 512, 1024 * 1024)},
+        "validation": {"rows": "${ROWS}"},
+    }
+    text = "data: {source: photos, area_px: [262144, 1048576]}\nvalidation: {rows: 3}\n"
+    assert load_config(given, ["train.seed=5"]) == load(file, text, "train.seed=5")
+    assert given["validation"] == {"rows": "${ROWS}"} and "train" not in given
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "where"),
+    [
+        ({"train": {"max_stepz": 5}}, [], "train.max_stepz"),
+        ({"train": {"seed": "many"}}, [], "train.seed"),
+        ({}, ["train.seed=many"], "--set train.seed"),
+        ({"data": {"source": "${NO_SUCH}"}}, [], "data.source"),
+        ({"model": None}, [], "model"),
+    ],
+)
+def test_a_fault_of_a_dictionary_is_named_by_its_key(changes: dict, overrides: list[str], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": {"pretrained_model_name_or_path": "m"}} | changes, overrides)
+    assert caught.value.where == where
+
+
 @pytest.mark.parametrize("text", ["train.max_steps", "=5", ".max_steps=5", "train..seed=5", "train.=5", "", " =5"])
 def test_a_set_that_is_no_assignment_is_refused_and_shown(file: Path, text: str) -> None:
     error = refusal(file, "", text)

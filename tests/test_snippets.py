@@ -123,6 +123,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, tiny_edit: Path, photos: Path
     (folder / "my.yaml").write_text(yaml.safe_dump(settings))
     (folder / "photos").symlink_to(photos)
     Image.new("RGB", (64, 48), "teal").save(folder / "in.png")
+    Image.new("RGB", (64, 48), "navy").save(folder / "out.png")
     shutil.copytree(tiny_edit / "transformer", folder / "runs" / "edit_full" / "checkpoint-005000" / "transformer")
     words = [
         "--config",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -19,14 +20,33 @@ from qie.errors import ConfigError
 T = TypeVar("T")
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+def load_config(settings: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
     """Read a YAML file, apply `section.key=value` overrides, values being YAML themselves, and look up `${NAME}`.
+
+    Args:
+        settings: the file's path, or what would stand in it as a dictionary, whose values may be paths.
+        overrides: as of `--set`.
 
     Raises:
         ConfigError: the file is missing or not a YAML mapping, an environment variable is not set, or a key (names the
             nearest) or value is refused.
     """
-    path = Path(path)
+    if isinstance(settings, Mapping):
+        path, text, tree = None, "", _plain(settings)
+    else:
+        path = Path(settings)
+        text, tree = _read(path)
+    typed = Typed(path, text, [_set(tree, override) for override in overrides])
+    texts: dict[Key, str] = {}
+    tree = expand(tree, texts, typed)
+    try:
+        return _validated(tree, texts)
+    except PydanticError as error:
+        raise config_error(error, tree, typed) from error
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a file, and its sections."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARS + 1)
@@ -42,13 +62,16 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
             expected="model:, data:, …",
             found=type(tree).__name__,
         )
-    typed = Typed(path, text, [_set(tree, override) for override in overrides])
-    texts: dict[Key, str] = {}
-    tree = expand(tree, texts, typed)
-    try:
-        return _validated(tree, texts)
-    except PydanticError as error:
-        raise config_error(error, tree, typed) from error
+    return text, tree
+
+
+def _plain(value: Any) -> Any:
+    """A copy of nested values as YAML has them: dictionaries, lists and texts, also for tuples and paths."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def required(value: T | None, key: str, why: str) -> T:

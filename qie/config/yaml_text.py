@@ -132,20 +132,23 @@ _REFERENCE = re.compile(r"(?P<escape>\$\$\{)|\$\{(?:(?P<name>[A-Za-z_]\w*)(?::-(
 
 @dataclass(frozen=True)
 class Typed:
-    """The sources of a configuration: a file, and the values that --set put in place of the file's, first to last."""
+    """The sources of a configuration: a file, and the values that --set put in place of the file's, first to last.
 
-    path: Path
+    `path` is None for values that were given in Python.
+    """
+
+    path: Path | None
     text: str
     overrides: list[Key]
 
     def where(self, key: Key) -> str:
         """The origin of the value at `key`: `--set data.area_px`, or `my.yaml:12, data.area_px`."""
-        found, line = line_of(self.text, key)
+        found, line = (len(key), 0) if self.path is None else line_of(self.text, key)
         above = any(override == key[: len(override)] for override in self.overrides)
         within = any(key == override[: len(key)] for override in self.overrides)
         if above or (within and found < len(key)):
             return f"--set {dotted(key)}"
-        return f"{self.path}:{line}, {dotted(key)}"
+        return dotted(key) if self.path is None else f"{self.path}:{line}, {dotted(key)}"
 
 
 def expand(value: Any, texts: dict[Key, str], typed: Typed, key: Key = ()) -> Any:

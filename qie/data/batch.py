@@ -57,6 +57,7 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
         empty_prompt_embeds_mask=_mask(empty_lengths),
         loss_mask=_loss_mask(samples),
         image_slots=_image_slots(samples),
+        prompts=tuple(sample.prompt for sample in samples),
     )
 
 

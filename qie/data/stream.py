@@ -26,6 +26,7 @@ from qie.data.plan_settings import PlanSettings
 from qie.data.read_ahead import ReadAhead
 from qie.data.windows import WindowedPlan
 from qie.errors import UsageError
+from qie.quantities import human_count
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.excluded import EXCLUDED_NAME, positions_of
@@ -249,6 +250,12 @@ class Stream(IterableDataset[Batch]):
         require_rank(rank, world_size)
         plans = FixedPlans(samples, PlanSettings(batch_size * world_size, **settings))
         return cls(samples, plans, rank, world_size, prefetch, threads, accepted=accepted, kept=kept)
+
+    def __repr__(self) -> str:
+        at = f"epoch {self.epoch}, position {self.position}, seed {self.plans.settings.seed}"
+        rank = f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else ""
+        samples, size = human_count(len(self.samples.columns), "sample"), self.plans.global_batch_size
+        return f"<Stream of {samples} in batches of {size}: {at}{rank}>"
 
     @property
     def plan(self) -> Plan | WindowedPlan:

@@ -9,7 +9,7 @@ import hashlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, groupby, pairwise
@@ -20,7 +20,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from qie.errors import ShardError, UsageError
+from qie.errors import QieError, ShardError, UsageError
+from qie.quantities import human_count
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
 from qie.shards.compact_index import COMPACT_NAME, Compact, CompactShard, ManifestFolder, read_compact, write_compact
@@ -96,6 +97,7 @@ class ShardSet:
         self._tars = _Chain()
         self._seen = bytearray()  # a bit for each sample
         self._growing: GrowingTable | None = None
+        self._last_shard: Shard | None = None
         self.append(parts)
 
     def append(self, parts: Iterable[OpenShards]) -> None:
@@ -148,6 +150,13 @@ class ShardSet:
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def __repr__(self) -> str:
+        folders = list(dict.fromkeys(str(part.tars[0].file.folder) for part in self._parts if len(part.tars)))
+        places = ", ".join(folders[:3]) + (f" and {len(folders) - 3} more" if len(folders) > 3 else "")
+        recipe = f"{self.recipe.family}, recipe {self.recipe.digest}"
+        samples, shards = human_count(len(self), "sample"), human_count(len(self._tars), "shard")
+        return f"<ShardSet of {samples} in {shards}, {recipe}, {places}>"
 
     @cached_property
     def columns(self) -> Columns:
@@ -226,11 +235,14 @@ class ShardSet:
     def load(self, position: int) -> Sample:
         """The sample at a position, 0 to len - 1, its record checked by `verify`, its header and sizes in any case.
 
+        From a local disk it comes with its small pictures, if the shard has any. Elsewhere these are two more requests.
+
         Raises:
             ShardError: the record is damaged or another sample's; names shard, key and offset.
             StoreError: it cannot be fetched.
         """
-        return self._read(position, check=self.verify != "off")
+        sample, tar = self._read(position, check=self.verify != "off"), self._tars[self.table.shard_of(position)]
+        return sample if tar.path is None else replace(sample, pictures=self._pictures(tar.file, position))
 
     def fetch(self, position: int, *, own: bool = False) -> Sample:
         """The same, for training: with `verify="first"`, the record is checked the first time alone.
@@ -239,6 +251,16 @@ class ShardSet:
         """
         seen = self._seen[position >> 3] >> (position & 7) & 1
         return self._read(position, check=self.verify == "always" or (self.verify == "first" and not seen), own=own)
+
+    def _pictures(self, file: File, position: int) -> bytes | None:
+        """The JPEG of a sample's pictures, which no table holds: the index of the last shard asked for is kept."""
+        key = self.table.key(position)
+        with suppress(QieError):  # of a sample that is sound they are no part
+            shard = self._last_shard
+            if shard is None or shard.file.path != file.path:
+                shard = self._last_shard = Shard(file.with_suffix(".json"))
+            return shard.pictures_jpeg(shard.by_key[key]) if key in shard.by_key else None
+        return None
 
     def _read(self, position: int, *, check: bool, own: bool = False) -> Sample:
         try:

@@ -10,15 +10,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qie.errors import QieError
 from qie.precompute.ranges import Range, merged_ranges
+from qie.quantities import human_bytes, human_count
 from qie.recipe import Recipe
 from qie.shards.compact_index import Compact
-from qie.shards.discovery import gaps
+from qie.shards.discovery import find_indexes, gaps
 from qie.shards.excluded import read_excluded
 from qie.shards.index import Entry, ShardIndex, Skipped, member_name, parse_stem, read_index
 from qie.shards.reader import Shard
@@ -110,6 +112,32 @@ class Summary:
     tensor_bytes: dict[str, float]
     tensor_bytes_total: dict[str, int]
     faults: list[str]
+
+    @classmethod
+    def of(cls, places: str | Path | Iterable[str | Path], *, verify: bool = False) -> Summary:
+        """The summary of the shards in one or several folders, globs or brace patterns, paths or URLs.
+
+        Args:
+            places: of the shards.
+            verify: whether all that they hold is read and rehashed.
+
+        Raises:
+            UsageError: there are none.
+            StoreError: a store cannot be reached.
+        """
+        return summarise(find_indexes(places), verify=verify)
+
+    def __repr__(self) -> str:
+        samples, rows = human_count(self.samples, "sample"), human_count(self.rows, "row")
+        counts = f"{samples} of {rows} in {human_count(self.shards, 'shard')}, {human_bytes(self.bytes)}"
+        faults = human_count(len(self.faults), "fault")
+        left_out = f"{self.excluded:,} excluded, {len(self.skipped_rows):,} skipped, {faults}"
+        return f"<Summary: {counts}; {left_out}>"
+
+    def _repr_html_(self) -> str:
+        from qie.html_report.notebook import summary_html
+
+        return summary_html(self)
 
     def beside(self, rows: int) -> Summary:
         """The same, compared with a source of `rows` rows: its rows after the last shard are missing, too."""
