@@ -7,26 +7,41 @@ from pathlib import Path
 
 from qie.errors import UsageError
 from qie.paths import local_path
+from qie.stores import scheme_of
 from qie.watch.live_page import LivePage
+from qie.watch.precompute_page import precompute_page
+from qie.watch.precompute_reader import is_precompute
 from qie.watch.run_reader import is_run
 from qie.watch.training_page import training_page
 
 
 def open_pages(places: Sequence[str]) -> list[LivePage]:
-    """A page for all runs together.
+    """A page for all runs together, and one for all folders of shards.
 
     Raises:
         UsageError: a place is neither a run's folder nor one of shards.
+        StoreError: a store cannot be reached.
     """
-    return [training_page([_run(place) for place in places])]
+    runs = [place for place in places if scheme_of(place) is None and is_run(_folder(place))]
+    shards = [place for place in places if place not in runs]
+    for place in shards:
+        if not is_precompute(place):
+            raise UsageError(
+                "the folder holds neither a run nor shards",
+                where=place,
+                expected="a run's metrics.jsonl, run.json, state.json or checkpoint; or shards, or the folder progress",
+                hint="start the run first",
+            )
+    pages = [training_page([_folder(place) for place in runs])] if runs else []
+    return [*pages, precompute_page(shards)] if shards else pages
 
 
-def _run(place: str) -> Path:
+def _folder(place: str) -> Path:
     folder = local_path(place)
     if not folder.is_dir():
-        raise UsageError("no such folder", where=place, expected="train.output_dir of a run")
-    if not is_run(folder):
         raise UsageError(
-            "the folder holds no run", where=place, expected="metrics.jsonl, run.json, state.json or a checkpoint"
+            "no such folder",
+            where=place,
+            expected="train.output_dir of a run, or the folder that shards are written to",
         )
     return folder

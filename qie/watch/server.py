@@ -75,7 +75,7 @@ def make_app(pages: Sequence[LivePage], token: str | None = None) -> ASGIApp:
     return _Guard(inner, token)
 
 
-STYLES = (("qie.html_report", "page.css"), ("qie.watch", "live.css"))
+STYLES = (("qie.html_report", "page.css"), ("qie.watch", "live.css"), ("qie.watch", "precompute.css"))
 
 
 def _routes(page: LivePage, pages: Sequence[LivePage]) -> list[Any]:
