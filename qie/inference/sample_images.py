@@ -6,6 +6,8 @@ training device only while images are generated.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +26,11 @@ from qie.inference.pipelines import make_pipeline
 from qie.inference.predictor import Conditions, embed_conditions, free, generate, load_vae
 from qie.inference.requests import Sampling, check_controls, check_prompts, read_images, save_image
 from qie.pretrained import PretrainedModel
+from qie.stores import LocalFolder
+
+INPUTS = "inputs"
+INPUT_PX = 768
+"""The longer side of a control beside sample images."""
 
 
 class SampleImages:
@@ -31,7 +38,7 @@ class SampleImages:
 
     The images are a function of the transformer's weights alone, on any number of processes. The transformer and the
     global random state stay as they were: a run with samples equals the run without. The settings of an image are in
-    its `info` under the name qie.
+    its `info` under the name qie, and its controls, as images, under `qie controls`.
 
     Args:
         config: of the run.
@@ -57,6 +64,7 @@ class SampleImages:
             for sample, conditions in zip(self._section.samples, self._samples, strict=True):
                 image = generate(pipeline, conditions, seed=sample.seed, **self._sampling.settings)
                 image.info["qie"] = json.dumps(sample.model_dump() | self._sampling.told, ensure_ascii=False)
+                image.info["qie controls"] = conditions.images
                 images.append(image)
         return images
 
@@ -102,14 +110,30 @@ def embed_samples(config: Config, controls: Sequence[Sequence[Image.Image]], enc
 def save_samples(images: Sequence[Image.Image], output_dir: Path, step: int) -> list[Path]:
     """Write the sample images of `step` to `output_dir/samples/step-000200-0.png` and so on.
 
-    Each file carries its settings and the step, as those of qie-predict do.
+    Each file carries its settings and the step, as those of qie-predict do, and names its `inputs`: its controls,
+    made small, are in `samples/inputs`, by their content, since who looks at a run need not have the images themselves.
     """
     folder = output_dir / "samples"
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"step-{step:06d}-{number}.png" for number in range(len(images))]
     for image, path in zip(images, paths, strict=True):
-        save_image(image, path, json.loads(image.info["qie"]) | {"step": step})
+        inputs = [_save_input(control, folder) for control in image.info.get("qie controls", ())]
+        save_image(image, path, json.loads(image.info["qie"]) | {"step": step, "inputs": inputs})
     return paths
+
+
+def _save_input(control: Image.Image, folder: Path) -> str:
+    """Write a control, made small, if it is not there; gives its name in the folder."""
+    content = f"{control.mode} {control.size} ".encode() + control.tobytes()
+    kind = "PNG" if control.mode == "RGBA" else "JPEG"
+    name = f"{hashlib.sha256(content).hexdigest()[:16]}{'.png' if kind == 'PNG' else '.jpg'}"
+    inputs = LocalFolder(folder / INPUTS)
+    if inputs.size(name) is None:
+        small, written = control.copy(), io.BytesIO()
+        small.thumbnail((INPUT_PX, INPUT_PX), Image.Resampling.LANCZOS)
+        small.save(written, kind, **({} if kind == "PNG" else {"quality": 90}))
+        inputs.write(name, written.getvalue())
+    return f"{INPUTS}/{name}"
 
 
 @contextmanager

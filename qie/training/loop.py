@@ -320,8 +320,8 @@ class _Loop:
             self.listener.say(f"other prompts are refused, and the pictures stay as they were: {wrong}")
             return None
         self.state_file.note(prompts=None)
-        told = "the configuration's samples" if samples is None else f"{len(samples)} samples of {PROMPTS_FILE}"
-        self.listener.say(f"pictures from the next validation on: {told}")
+        told = "the configuration" if samples is None else PROMPTS_FILE
+        self.listener.say(f"from the next validation on, pictures are those of {told}")
         return found
 
 

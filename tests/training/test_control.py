@@ -134,7 +134,7 @@ def test_other_prompts_make_other_pictures_and_change_no_step(
     assert told.count("other prompts are refused") == 1 and "0.sed" in told
     assert "0.sed" in str(seen[0]) and seen[1] is None
     assert [path.name for path in (tmp_path / "samples").glob("*.png")] == ["step-000002-0.png"]
-    assert "1 samples of prompts.json" in told and "the configuration's samples" in told
+    assert "pictures are those of prompts.json" in told and "pictures are those of the configuration" in told
     same_end(tmp_path, plain)
 
 

@@ -168,13 +168,18 @@ def test_until_its_end_a_run_is_not_finished_and_keeps_its_start_when_it_goes_on
 def test_samples_are_generated_at_each_validation_and_change_no_loss(
     bench: Bench, sampled: Path, photos: Path, tmp_path: Path
 ) -> None:
-    files = sorted((sampled / "samples").iterdir())
+    files = sorted((sampled / "samples").glob("*.*"))
     assert [file.name for file in files] == [f"step-{step:06d}-0.png" for step in (0, 2, 4)]
     images = [Image.open(file) for file in files]
     told = [json.loads(image.text["qie"]) for image in images]
     assert [settings["step"] for settings in told] == [0, 2, 4]
     assert {(settings["prompt"], settings["seed"], settings["steps"]) for settings in told} == {("make it night", 7, 2)}
     assert len({image.tobytes() for image in images}) == 3, "the adapter is part of the model"
+    ((name,),) = {tuple(settings["inputs"]) for settings in told}
+    (copied,) = (sampled / "samples" / "inputs").iterdir()
+    assert sampled / "samples" / name == copied
+    given = np.asarray(Image.open(min((photos / "control_images").glob("*.png"))).convert("RGB"), dtype=float)
+    assert np.abs(np.asarray(Image.open(copied), dtype=float) - given).mean() < 5, "the control, as a JPEG"
     bench.train(tmp_path)
     assert lines(tmp_path) == lines(sampled)
 
