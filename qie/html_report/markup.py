@@ -10,7 +10,7 @@ from qie.errors import shown
 MOST_CHARACTERS = 300
 """Of a name, a reason or a fault."""
 
-_VOID = {"br", "img", "link", "meta"}
+_VOID = {"br", "img", "input", "link", "meta"}
 
 
 class Html(str):

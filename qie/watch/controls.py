@@ -21,7 +21,7 @@ def button(label: str, action: str, *, ask: str | None = None, kind: str | None 
     )
 
 
-def copied(command: str) -> Html:
-    """A command, and a button that copies it."""
-    copy = tag("button", "copy", type="button", data_copy="", aria_label=f"copy {command}")
-    return tag("p", tag("code", command), copy, class_="command")
+def copied(shown: str, text: str | None = None) -> Html:
+    """A command or a path, and a button that copies it; or `text`, of which it is the short form."""
+    copy = tag("button", "copy", type="button", data_copy=text or "", aria_label=f"copy {text or shown}")
+    return tag("p", tag("code", shown), copy, class_="command")

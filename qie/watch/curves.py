@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from qie.html_report.charts import plain_number, round_ticks
 from qie.html_report.markup import Html, join, tag
 
-WIDTH, HEIGHT = 480, 220
+NARROW, WIDE, HEIGHT = 360, 520, 220
+"""Of a drawing, in units that are about a pixel."""
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 40
 POINTS = 240
 """Of a curve: so many have room beside each other."""
@@ -26,7 +27,7 @@ class Curve:
         name: in the legend; "" for none.
         steps: in order. values: as many, None where there is none.
         low, high: of the steps that a place stands for, a band behind the curve; empty for none.
-        kind: the number of its colour. dots: a dot for each value.
+        kind: the number of its colour. dots: a dot for each value. faint: behind another curve.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Curve:
     high: Sequence[float | None] = ()
     kind: int = 0
     dots: bool = False
+    faint: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class Chart:
 
     Attributes:
         title, unit: over it. what: it shows, for those who do not see it.
-        number: writes a value. zero: the axis starts at 0. top: it ends there.
-        line: a dashed line at a value, such as a limit.
+        number: writes a value. zero: the axis starts at 0.
     """
 
     title: str
@@ -53,8 +54,11 @@ class Chart:
     curves: Sequence[Curve]
     number: Callable[[float], str] = plain_number
     zero: bool = False
-    line: float | None = None
-    note: str = ""
+
+    @property
+    def there(self) -> list[Curve]:
+        """The curves that have a value."""
+        return [curve for curve in self.curves if any(value is not None for value in curve.values)]
 
 
 def thinned(name: str, steps: Sequence[int], values: Sequence[float], *, band: bool = False, kind: int = 0) -> Curve:
@@ -88,18 +92,18 @@ def smoothed(values: Sequence[float], span: int) -> list[float]:
     return found
 
 
-def drawn(chart: Chart) -> Html:
-    """The drawing, with its heading, a legend if there are several curves, and the numbers that a pointer finds."""
-    there = [curve for curve in chart.curves if any(value is not None for value in curve.values)]
+def drawn(chart: Chart, last: float = 0, *, width: int = NARROW) -> Html:
+    """The drawing, with its heading, a legend if there are several curves, and the numbers that a pointer finds.
+
+    Args:
+        last: the step where all drawings of a page end.
+    """
+    there = chart.there
     head = tag("h3", chart.title, tag("small", chart.unit) if chart.unit else "")
     if not there:
-        return join(head, tag("p", chart.note or "No number yet.", class_="soft"))
-    plot = _Plot.around(chart, there)
+        return join(head, tag("p", "No number yet.", class_="soft"))
+    plot = _Plot.around(chart, there, last, width)
     parts = [*plot.grid(chart.number)]
-    if chart.line is not None and plot.bottom <= chart.line <= plot.top:
-        parts.append(
-            tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=plot.y(chart.line), y2=plot.y(chart.line), class_="curve")
-        )
     for curve in there:
         parts += plot.curve(curve)
     label = f"{chart.title}: " + "; ".join(_told(curve, chart.number) for curve in there)
@@ -109,10 +113,10 @@ def drawn(chart: Chart) -> Html:
         | {"text": [None if value is None else chart.number(value) for value in curve.values]}
         for curve in there
     ]
-    view = f"0 0 {WIDTH} {HEIGHT}"
+    view = f"0 0 {width} {HEIGHT}"
     data = json.dumps(found, separators=(",", ":"))
     drawing = tag("svg", *parts, viewBox=view, role="img", aria_label=label, class_="chart curves", data_found=data)
-    return join(head, _legend(there), drawing, tag("p", chart.note, class_="soft") if chart.note else "")
+    return join(head, _legend(there), drawing)
 
 
 def _told(curve: Curve, number: Callable[[float], str]) -> str:
@@ -143,23 +147,24 @@ class _Plot:
     right: float
     bottom: float
     top: float
+    width: int
 
     @classmethod
-    def around(cls, chart: Chart, curves: Sequence[Curve]) -> _Plot:
-        values = sorted(_numbers([*curve.values, *curve.low, *curve.high] for curve in curves))
+    def around(cls, chart: Chart, curves: Sequence[Curve], last: float, width: int) -> _Plot:
+        # Of the curves, not of their bands: one spike would press everything else to the ground. It is cut at the edge.
+        values = sorted(value for curve in curves for value in curve.values if value is not None)
         low, high = values[0], values[-1]
-        if chart.line is not None:
-            high = max(high, chart.line) if chart.line <= 2 * high or high <= 0 else high
         low = min(low, 0.0) if chart.zero else low
         if high - low < 1e-9 * max(abs(high), abs(low), 1e-9):
             low, high = (0.0, high or 1.0) if low >= 0 else (low, 0.0)
         marks = round_ticks(low, high)
         steps = [step for curve in curves for step in (curve.steps[0], curve.steps[-1])]
-        left, right = min(steps), max(steps)
-        return cls(left, right if right > left else left + 1, marks[0], marks[-1])
+        left, right = min(steps), max(*steps, last)
+        left = 0 if left < right / 4 else left
+        return cls(left, right if right > left else left + 1, marks[0], marks[-1], width)
 
     def x(self, step: float) -> float:
-        return LEFT + (step - self.left) / (self.right - self.left) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (step - self.left) / (self.right - self.left) * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
         value = min(max(value, self.bottom), self.top)
@@ -168,12 +173,12 @@ class _Plot:
     def grid(self, number: Callable[[float], str]) -> Iterable[Html]:
         for value in round_ticks(self.bottom, self.top):
             if self.bottom <= value <= self.top:
-                yield tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=self.y(value), y2=self.y(value), class_="grid")
+                yield tag("line", x1=LEFT, x2=self.width - RIGHT, y1=self.y(value), y2=self.y(value), class_="grid")
                 yield tag("text", number(value), x=LEFT - 6, y=self.y(value) + 4, text_anchor="end")
         for step in round_ticks(self.left, self.right):
             if self.left <= step <= self.right:
                 yield tag("text", plain_number(step), x=self.x(step), y=HEIGHT - BOTTOM + 17, text_anchor="middle")
-        middle = (LEFT + WIDTH - RIGHT) / 2
+        middle = (LEFT + self.width - RIGHT) / 2
         yield tag("text", "step", x=middle, y=HEIGHT - 6, text_anchor="middle", class_="name")
 
     def curve(self, curve: Curve) -> Iterable[Html]:
@@ -184,7 +189,7 @@ class _Plot:
             yield tag("polygon", points=" ".join([*there, *back]), class_=f"band k{curve.kind}")
         for run in _unbroken(curve):
             points = " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in run)
-            yield tag("polyline", points=points, class_=f"line k{curve.kind}")
+            yield tag("polyline", points=points, class_=f"line k{curve.kind}" + (" faint" if curve.faint else ""))
             if curve.dots or len(run) == 1:
                 for step, value in run:
                     yield tag("circle", cx=self.x(step), cy=self.y(value), r=2.6, class_=f"point k{curve.kind}")
@@ -199,7 +204,3 @@ def _unbroken(curve: Curve) -> list[list[tuple[float, float]]]:
         else:
             runs[-1].append((step, value))
     return [run for run in runs if run]
-
-
-def _numbers(groups: Iterable[Iterable[float | None]]) -> Iterable[float]:
-    return (value for group in groups for value in group if value is not None)

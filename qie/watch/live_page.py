@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class LivePage:
         heading: in the navigation.
         title: of the browser's tab.
         read, render, picture, act: the four functions.
+        alerts: those among the facts, as `qie.watch.alerts.told_alerts` gives them; `--webhook` is told.
     """
 
     name: str
@@ -50,6 +51,7 @@ class LivePage:
     render: Callable[[LiveFacts], Mapping[str, Html]]
     picture: Callable[[str], WebFile | None] = _no_picture
     act: Callable[[str, Mapping[str, Any]], str] = _no_action
+    alerts: Callable[[LiveFacts], Sequence[Mapping[str, Any]]] = lambda facts: ()
     title: Callable[[LiveFacts], str] = lambda facts: "qie watch"
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _found: tuple[float, LiveFacts] | None = None

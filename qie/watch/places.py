@@ -9,8 +9,6 @@ from qie.errors import UsageError
 from qie.paths import local_path
 from qie.stores import scheme_of
 from qie.watch.live_page import LivePage
-from qie.watch.precompute_page import precompute_page
-from qie.watch.precompute_reader import is_precompute
 from qie.watch.run_reader import is_run
 from qie.watch.training_page import training_page
 
@@ -24,6 +22,12 @@ def open_pages(places: Sequence[str]) -> list[LivePage]:
     """
     runs = [place for place in places if scheme_of(place) is None and is_run(_folder(place))]
     shards = [place for place in places if place not in runs]
+    pages = [training_page([_folder(place) for place in runs])] if runs else []
+    if not shards:
+        return pages
+    from qie.watch.precompute_page import precompute_page  # with the libraries of shards, which a run's page needs not
+    from qie.watch.precompute_reader import is_precompute
+
     for place in shards:
         if not is_precompute(place):
             raise UsageError(
@@ -32,8 +36,17 @@ def open_pages(places: Sequence[str]) -> list[LivePage]:
                 expected="a run's metrics.jsonl, run.json, state.json or checkpoint; or shards, or the folder progress",
                 hint="start the run first",
             )
-    pages = [training_page([_folder(place) for place in runs])] if runs else []
-    return [*pages, precompute_page(shards)] if shards else pages
+    return [*pages, precompute_page(shards)]
+
+
+def run_folder(place: str) -> Path:
+    """The folder of a run. Raises UsageError when it is none."""
+    folder = _folder(place)
+    if not is_run(folder):
+        raise UsageError(
+            "the folder holds no run", where=place, expected="metrics.jsonl, run.json, state.json or a checkpoint"
+        )
+    return folder
 
 
 def _folder(place: str) -> Path:

@@ -18,11 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from qie.watch.alerts import told_alerts
 from qie.watch.curves import Curve, smoothed, thinned
 from qie.watch.live_page import LiveFacts
 from qie.watch.metric_lines import METRICS, MetricLines
+from qie.watch.run_pictures import RunPictures
 
-RUN_FILE, STATE_FILE, SAMPLES = "run.json", "state.json", "samples"
+RUN_FILE, STATE_FILE, ADAPTER = "run.json", "state.json", "pytorch_lora_weights.safetensors"
 LIVE = ("training", "validating", "paused")
 STATES = (*LIVE, "stopped", "finished", "failed")
 RECENT = 100
@@ -51,7 +53,7 @@ class RunReader:
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.time) -> None:
         self.folder, self._now = folder, now
-        self.lines = MetricLines(folder)
+        self.lines, self.pictures = MetricLines(folder), RunPictures(folder)
         self._sizes: dict[tuple[str, float], int] = {}
         self._seen_steps, self._changed = -1, 0.0
 
@@ -64,8 +66,7 @@ class RunReader:
         seen = self._last_sign(told)
         state = _state(told, report, seen, self._now())
         step, steps = self._steps(told, config)
-        checkpoints = self._checkpoints()
-        return {
+        facts = {
             "place": str(self.folder),
             "name": self.folder.resolve().name,
             "time": self._now(),
@@ -75,18 +76,30 @@ class RunReader:
             "silent_s": None if seen is None else max(self._now() - seen, 0.0),
             "step": step,
             "steps": steps,
+            "count": len(self.lines.steps),
+            "span": self._span,
             "recent": self._recent(step, steps),
             "curves": self._curves(),
             "validations": [
                 {"step": at, "loss": _plain(loss), "by_level": levels} for at, loss, levels in self.lines.validations
             ],
-            "checkpoints": checkpoints,
+            "checkpoints": (checkpoints := self._checkpoints()),
+            "adapter": bool(checkpoints) and (self.folder / checkpoints[-1]["name"] / ADAPTER).is_file(),
+            "pictures": self.pictures.read(),
+            "asked": sorted(_asked(self.folder)),
             "config": config,
             "report": {name: report.get(name) for name in ("base_model", "family", "samples", "devices", "started")},
             "finished": report.get("finished"),
             "disk_free_bytes": _free(self.folder),
             "damaged_lines": self.lines.damaged,
+            "notes": {name: text for name, text in told.items() if name != "state" and isinstance(text, str)},
         }
+        return facts | {"alerts": told_alerts(facts, self.lines)}
+
+    @property
+    def _span(self) -> int:
+        """So many steps make a value of the smoothed loss."""
+        return max(1, min(RECENT, len(self.lines.steps) // 20))
 
     def _last_sign(self, told: dict[str, Any]) -> float | None:
         """When the run was last seen to do something, by its own clock or, while one looks, by this machine's."""
@@ -124,7 +137,7 @@ class RunReader:
 
     def _curves(self) -> dict[str, dict[str, Any]]:
         lines = self.lines
-        span = max(1, min(RECENT, len(lines.steps) // 20))
+        span = self._span
         waiting = [
             waited / took if took else math.nan
             for waited, took in zip(lines.columns["data_wait_s"], lines.columns["step_time_s"], strict=True)
@@ -179,6 +192,14 @@ def _process_is_gone(told: dict[str, Any]) -> bool:
     except (OSError, OverflowError):
         return False
     return False
+
+
+def _asked(folder: Path) -> list[str]:
+    """The requests to the run that are there: see `qie.training.control`."""
+    try:
+        return [entry.name for entry in os.scandir(folder / "control")]
+    except OSError:
+        return []
 
 
 def _is_state(values: dict[str, Any]) -> bool:

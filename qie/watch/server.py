@@ -6,6 +6,7 @@ no script but `live.js`.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import json
 import secrets
@@ -56,6 +57,7 @@ def require_server() -> None:
 def make_app(pages: Sequence[LivePage], token: str | None = None) -> ASGIApp:
     """The server of some pages, under /TOKEN/ if there is a token, else for names of this machine alone."""
     from starlette.applications import Starlette
+    from starlette.middleware.gzip import GZipMiddleware
     from starlette.responses import RedirectResponse, Response
     from starlette.routing import Mount, Route
 
@@ -72,7 +74,7 @@ def make_app(pages: Sequence[LivePage], token: str | None = None) -> ASGIApp:
     ]
     routes += [Mount(f"/{page.name}", routes=_routes(page, pages)) for page in pages]
     inner: Starlette = Starlette(routes=[Mount(f"/{token}" if token else "", routes=routes)])
-    return _Guard(inner, token)
+    return _Guard(GZipMiddleware(inner, minimum_size=2000), token)
 
 
 STYLES = (("qie.html_report", "page.css"), ("qie.watch", "live.css"), ("qie.watch", "precompute.css"))
@@ -86,16 +88,20 @@ def _routes(page: LivePage, pages: Sequence[LivePage]) -> list[Any]:
     def whole(_: Request) -> Response:
         return HTMLResponse(_document(page, pages))
 
-    def parts(_: Request) -> Response:
+    def parts(request: Request) -> Response:
         facts = page.facts()
-        return JSONResponse({"title": page.title(facts), "parts": dict(page.render(facts))})
+        return _unless_known(request, JSONResponse({"title": page.title(facts), "parts": dict(page.render(facts))}))
 
     def facts(_: Request) -> Response:
         return JSONResponse(page.facts())
 
     def picture(request: Request) -> Response:
         found = page.picture(request.path_params["name"])
-        return Response(found.content, media_type=found.kind) if found else Response("no such picture", 404)
+        # A browser asks each time whether it has changed: another run may be shown under this address tomorrow.
+        kept = {"Cache-Control": "private, no-cache"}
+        if found is None:
+            return Response("no such picture", 404)
+        return _unless_known(request, Response(found.content, media_type=found.kind, headers=kept))
 
     async def do(request: Request) -> Response:
         try:
@@ -119,6 +125,18 @@ def _routes(page: LivePage, pages: Sequence[LivePage]) -> list[Any]:
         Route("/picture/{name:path}", picture),
         Route("/do", do, methods=["POST"]),
     ]
+
+
+def _unless_known(request: Request, answer: Response) -> Response:
+    """An answer; without its content where the browser has that already."""
+    from starlette.responses import Response
+
+    mark = f'"{hashlib.blake2b(bytes(answer.body), digest_size=12).hexdigest()}"'
+    answer.headers["ETag"] = mark
+    if request.headers.get("if-none-match") != mark:
+        return answer
+    kept = {"Cache-Control": answer.headers["Cache-Control"]} if "Cache-Control" in answer.headers else {}
+    return Response(status_code=304, headers=kept | {"ETag": mark})
 
 
 def _document(page: LivePage, pages: Sequence[LivePage]) -> str:
@@ -189,7 +207,9 @@ def _with_headers(send: Send) -> Callable[[Message], Awaitable[None]]:
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), *added]
+            own = message.get("headers", [])
+            names = {name.lower() for name, _ in own}
+            message["headers"] = [*own, *(header for header in added if header[0] not in names)]
         await send(message)
 
     return sending

@@ -1,118 +1,363 @@
-"""The page of runs: their figures, their curves, their pictures, their checkpoints."""
+"""The page of runs: how they are getting on, their curves, their pictures, their checkpoints, and their buttons."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from qie.html_report.markup import Html, join, panel, tag
+from qie.errors import UsageError
+from qie.html_report.markup import Html, cut, foreign, join, panel, part_bar, table, tag
 from qie.quantities import human_bytes, human_time
-from qie.watch.controls import copied
-from qie.watch.curves import Chart, Curve, drawn
-from qie.watch.live_page import LiveFacts, LivePage
-from qie.watch.run_reader import RunReader
+from qie.watch.controls import button, copied
+from qie.watch.curves import KINDS, WIDE, Chart, Curve, drawn
+from qie.watch.differences import differing
+from qie.watch.live_page import LiveFacts, LivePage, WebFile
+from qie.watch.picture_rows import picture_rows
+from qie.watch.run_reader import LIVE, RECENT, RunReader
+from qie.watch.run_requests import obey, other_prompts
+
+Run = Mapping[str, Any]
 
 STATES = {
     "training": ("good", "training"),
     "validating": ("good", "validating"),
     "paused": ("warn", "paused"),
-    "stopped": ("soft", "stopped, and can be resumed"),
+    "stopped": ("soft", "stopped after a checkpoint"),
     "finished": ("good", "finished"),
     "failed": ("bad", "failed"),
-    "gone": ("bad", "its process has ended without a word"),
+    "gone": ("bad", "ended without a word"),
     "silent": ("warn", "silent"),
     "waiting": ("soft", "nothing written yet"),
 }
+LEVELS = ("σ 0 to ¼: detail", "σ ¼ to ½", "σ ½ to ¾", "σ ¾ to 1: composition")
+MOST_CHECKPOINTS = 100
+MOST_VALUE = 200
 
 
 def training_page(folders: Sequence[Path]) -> LivePage:
-    """A page of runs."""
+    """A page of runs; with buttons where it is one."""
     readers = [RunReader(folder) for folder in folders]
-    return LivePage(
-        "training",
-        "Training",
-        lambda: {"runs": [reader.read() for reader in readers]},
-        render_training,
-        title=_title,
-    )
+
+    def picture(name: str) -> WebFile | None:
+        number, _, rest = name.partition("/")
+        return readers[int(number)].pictures.file(rest) if number in map(str, range(len(readers))) else None
+
+    def act(action: str, values: Mapping[str, Any]) -> str:
+        if len(readers) > 1:
+            raise UsageError("buttons belong to the page of one run")
+        return obey(folders[0], action, values)
+
+    def read() -> LiveFacts:
+        runs = [reader.read() for reader in readers]
+        names = _distinct([Path(run["place"]).resolve() for run in runs])
+        runs = [run | {"name": name} for run, name in zip(runs, names, strict=True)]
+        return {"runs": runs, "differences": differing([run["config"] for run in runs])}
+
+    def alerts(facts: LiveFacts) -> list[Mapping[str, Any]]:
+        return [alert for run in facts["runs"] for alert in run["alerts"]]
+
+    return LivePage("training", "Training", read, render_training, picture, act, alerts, _title)
+
+
+def _distinct(folders: Sequence[Path]) -> list[str]:
+    """The last parts of paths, as many as it takes to tell them apart."""
+    count = 1
+    while count < 12 and len({folder.parts[-count:] for folder in folders}) < len(set(folders)):
+        count += 1
+    return ["/".join(folder.parts[-count:]) for folder in folders]
 
 
 def _title(facts: LiveFacts) -> str:
-    run = facts["runs"][0]
-    return f"{run['step']:,} · {run['name']}" if len(facts["runs"]) == 1 else f"{len(facts['runs'])} runs"
+    runs = facts["runs"]
+    if len(runs) > 1:
+        return f"{len(runs)} runs · qie"
+    run = runs[0]
+    part = f"{run['step'] / run['steps']:.0%}" if run["steps"] else f"{run['step']:,}"
+    mark = "⚠ " if run["alerts"] else ""
+    return f"{mark}{part if run['state'] in LIVE else run['state']} · {run['name']}"
 
 
 def render_training(facts: LiveFacts) -> Mapping[str, Html]:
     """The page's parts."""
     runs = facts["runs"]
+    alone = runs[0] if len(runs) == 1 else None
     return {
-        "top": tag("header", *map(_head, runs)),
-        "curves": tag("section", tag("h2", "Curves"), tag("div", *_charts(runs), class_="trio"), id="curves"),
+        "top": _header(alone) if alone else _comparison(runs),
+        "buttons": _buttons(alone) if alone else join(),
+        "alerts": _alerts(runs),
+        "curves": tag("section", *_charts(runs), id="curves"),
+        "pictures": picture_rows(runs),
+        "prompts": other_prompts(alone) if alone else join(),
+        "differences": _differences(facts["differences"], runs) if not alone else join(),
         "checkpoints": _checkpoints(runs),
+        "run": _about(alone) if alone else join(),
     }
 
 
-def _head(run: Mapping[str, Any]) -> Html:
-    kind, words = STATES.get(run["state"], ("soft", str(run["state"])))
-    done = f"{run['step']:,}" + (f" of {run['steps']:,}" if run["steps"] else "")
-    recent = run["recent"]
-    validation = run["validations"][-1]["loss"] if run["validations"] else None
-    tiles = {
-        "steps": done,
-        "loss": _figure(recent["loss"], ".4f"),
-        "validation loss": _figure(validation, ".4f"),
-        "samples a second": _figure(recent["samples_per_s"], ".2f"),
-        "time left": human_time(recent["left_s"])
-        if recent["left_s"] is not None and run["state"] == "training"
-        else "–",
-        "waiting for data": _figure(recent["waiting"], ".1%"),
-        "peak memory": human_bytes(recent["peak_memory_bytes"]) if recent["peak_memory_bytes"] else "–",
-        "MFU": _figure(recent["mfu"], ".1%"),
-    }
-    shown = [tag("div", tag("dt", name), tag("dd", value)) for name, value in tiles.items() if value != "–"]
-    return join(
+def _header(run: Run) -> Html:
+    return tag(
+        "header",
         tag("p", "Training run", class_="soft"),
         tag("h1", tag("bdi", run["name"])),
-        tag("p", tag("span", words, class_=f"state {kind}"), class_="states"),
         tag("p", tag("bdi", run["place"]), class_="place"),
-        tag("dl", *shown, class_="tiles"),
+        tag("p", _state(run), class_="states"),
+        _progress(run),
+        tag("dl", *_tiles(run), class_="tiles"),
     )
 
 
-def _figure(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def _state(run: Run) -> Html:
+    kind, words = STATES.get(run["state"], ("soft", str(run["state"])))
+    asked = {"pause": "will pause after this step", "stop": "will stop after this step and a checkpoint"}
+    asked |= {"checkpoint": "will write a checkpoint after this step"}
+    soon = [words for name, words in asked.items() if name in run["asked"]] if run["state"] in LIVE else []
+    if run["state"] == "paused":
+        soon = [one for one in soon if "pause" not in one]
+    host = f"on {run['host']}" if run["host"] and run["state"] in LIVE else ""
+    rest = ", ".join(part for part in (host, *soon) if part)
+    return join(tag("span", words, class_=f"state {kind}"), tag("span", rest, class_="soft") if rest else "")
 
 
-def _charts(runs: Sequence[Mapping[str, Any]]) -> list[Html]:
-    def curves(name: str) -> list[Curve]:
-        found = []
-        for number, run in enumerate(runs):
-            own = run["curves"][name]
-            label = run["name"] if len(runs) > 1 else ""
-            found.append(Curve(label, own["steps"], own["values"], own["low"], own["high"], number % 6))
-        return found
+def _progress(run: Run) -> Html:
+    step, steps, left = run["step"], run["steps"], run["recent"]["left_s"]
+    words = f"step {step:,}"
+    if steps:
+        words += f" of {steps:,}, {step / steps:.0%}"
+    if left and run["state"] in ("training", "validating"):
+        words += f", about {human_time(left)} left"
+    bar = part_bar(step / steps) if steps else join()
+    return tag("div", bar, tag("p", words), class_="progress")
 
-    charts = [
-        Chart("Loss", "mean of the last steps", curves("smooth_loss")),
-        Chart("Speed", "samples a second", curves("samples_per_s"), zero=True),
-        Chart("Learning rate", "", curves("lr"), number=lambda value: f"{value:.3g}", zero=True),
-        Chart("Gradient norm", "before clipping", curves("grad_norm"), zero=True),
-        Chart("Waiting for data", "part of a step", curves("waiting"), number=lambda value: f"{value:.0%}", zero=True),
-        Chart("Memory", "the most so far", curves("peak_memory_bytes"), number=human_bytes, zero=True),
-        Chart("MFU", "of what the GPU can do", curves("mfu"), number=lambda value: f"{value:.0%}", zero=True),
+
+def _tiles(run: Run) -> list[Html]:
+    recent, last = run["recent"], (run["validations"] or [{}])[-1]
+    span = min(RECENT, max(run["count"], 1))
+    tiles = [
+        ("loss", _number(recent["loss"], ".4f"), f"mean of {span} steps"),
+        ("validation loss", _number(last.get("loss"), ".4f"), f"at step {last.get('step', 0):,}"),
+        ("speed", _number(recent["samples_per_s"], ".3g"), "samples a second"),
+        ("a step", _number(recent["step_time_s"], ".3g", " s"), f"mean of {span} steps"),
+        ("waiting for data", _number(recent["waiting"], ".1%"), "of the time"),
+        ("memory", human_bytes(recent["peak_memory_bytes"]) if recent["peak_memory_bytes"] else "", "the most so far"),
+        ("MFU", _number(recent["mfu"], ".1%"), "of what the GPU can do"),
     ]
-    return [panel(drawn(chart)) for chart in charts if any(any(v is not None for v in c.values) for c in chart.curves)]
+    return [tag("div", tag("dt", name), tag("dd", value, tag("small", unit))) for name, value, unit in tiles if value]
 
 
-def _checkpoints(runs: Sequence[Mapping[str, Any]]) -> Html:
-    lines = [
-        panel(
-            tag("h3", one["name"], tag("small", f"{human_bytes(one['bytes'])}")),
-            copied(f"qie train --config CONFIG.yaml --resume {run['place']}/{one['name']}"),
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else format(value, form) + unit
+
+
+def _power(value: float) -> str:
+    """0.0001 -> '1e-4'."""
+    if value == 0 or abs(value) >= 0.01:
+        return f"{value:.3g}"
+    digits, _, power = f"{value:.2e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}".replace("-", "−")
+
+
+def _buttons(run: Run) -> Html:
+    if run["state"] not in LIVE:
+        return join()
+    asked = run["asked"]
+    pause = button("Resume", "resume") if "pause" in asked else button("Pause", "pause")
+    stop = button(
+        "Stop",
+        "stop",
+        ask="Stop the run after this step and a checkpoint? It goes on from there with --resume latest.",
+        kind="danger",
+    )
+    waiting = [tag("span", "asked …", class_="soft")] if {"checkpoint", "stop"} & set(asked) else []
+    return tag("div", pause, button("Checkpoint now", "checkpoint"), stop, *waiting, class_="buttons")
+
+
+def _alerts(runs: Sequence[Run]) -> Html:
+    found = [(run, alert) for run in runs for alert in run["alerts"]]
+    if not found:
+        return join()
+    items = [
+        tag(
+            "li",
+            tag("b", tag("bdi", run["name"]), ": ") if len(runs) > 1 else "",
+            foreign(alert["text"]),
+            " " if alert["advice"] else "",
+            tag("span", alert["advice"], class_="soft") if alert["advice"] else "",
         )
-        for run in runs
-        for one in reversed(run["checkpoints"])
+        for run, alert in found
     ]
-    body = lines or [tag("p", "No checkpoint yet.", class_="soft")]
-    return tag("section", tag("h2", "Checkpoints"), *body, id="checkpoints")
+    return tag("section", tag("ul", *items), class_="panel alerts", role="status", aria_label="Alerts")
+
+
+def _charts(runs: Sequence[Run]) -> list[Html]:
+    def curves(name: str) -> list[Curve]:
+        return [
+            _curve(run["curves"][name], run["name"] if len(runs) > 1 else "", number) for number, run in enumerate(runs)
+        ]
+
+    large = [_loss(runs, curves), _validation(runs)]
+    small = [
+        *(_by_level(runs[0]) if len(runs) == 1 else ()),
+        Chart("Learning rate", "", curves("lr"), number=_power, zero=True),
+        Chart("Gradient norm", "before clipping", curves("grad_norm"), zero=True),
+        Chart("Speed", "samples a second", curves("samples_per_s"), zero=True),
+        Chart("Waiting for data", "part of a step", curves("waiting"), number=lambda part: f"{part:.3g}", zero=True),
+        Chart("Memory", "the most so far", curves("peak_memory_bytes"), number=human_bytes, zero=True),
+        Chart("MFU", "of what the GPU can do", curves("mfu"), number=lambda part: f"{part:.0%}", zero=True),
+    ]
+    last = max(run["step"] for run in runs)
+    return [
+        tag("h2", "Curves"),
+        tag("div", *(panel(drawn(chart, last, width=WIDE)) for chart in large if chart.there), class_="pair"),
+        tag("div", *(panel(drawn(chart, last)) for chart in small if chart.there), class_="trio"),
+        tag(
+            "p",
+            "Thin: each step, or the mean of several where they are many, in a band from least to most.",
+            class_="soft",
+        )
+        if any(run["count"] for run in runs)
+        else tag("p", "No step yet.", class_="soft"),
+    ]
+
+
+def _curve(own: Mapping[str, Any], name: str, kind: int, *, faint: bool = False) -> Curve:
+    return Curve(name, own["steps"], own["values"], own["low"], own["high"], kind % KINDS, faint=faint)
+
+
+def _loss(runs: Sequence[Run], curves: Any) -> Chart:
+    spans = {run["span"] for run in runs}
+    unit = f"mean of {spans.pop()} steps" if len(spans) == 1 else "mean of the last steps"
+    if len(runs) > 1:
+        return Chart("Loss", unit, curves("smooth_loss"))
+    each = _curve(runs[0]["curves"]["loss"], "", 0, faint=True)
+    return Chart("Loss", unit, [each, *curves("smooth_loss")])
+
+
+def _validation(runs: Sequence[Run]) -> Chart:
+    found = [
+        Curve(
+            run["name"] if len(runs) > 1 else "",
+            [one["step"] for one in run["validations"]],
+            [one["loss"] for one in run["validations"]],
+            kind=number % KINDS,
+            dots=len(run["validations"]) < 60,
+        )
+        for number, run in enumerate(runs)
+    ]
+    return Chart("Validation loss", "rows kept out of training", found)
+
+
+def _by_level(run: Run) -> list[Chart]:
+    training = [_curve(run["curves"][f"loss_{number}"], name, number) for number, name in enumerate(LEVELS)]
+    lines = run["validations"]
+    steps = [one["step"] for one in lines]
+    validation = [
+        Curve(name, steps, [one["by_level"][number] for one in lines], kind=number)
+        for number, name in enumerate(LEVELS)
+    ]
+    return [
+        Chart("Loss by noise level", f"mean of {2 * run['span']} steps", training),
+        Chart("Validation by noise level", "", validation),
+    ]
+
+
+def _comparison(runs: Sequence[Run]) -> Html:
+    rows = []
+    for number, run in enumerate(runs):
+        recent, last = run["recent"], (run["validations"] or [{}])[-1]
+        left = recent["left_s"] if run["state"] in ("training", "validating") else None
+        rows.append(
+            (
+                tag("span", tag("bdi", run["name"]), class_=f"key k{number % KINDS}"),
+                _state(run),
+                f"{run['step']:,}" + (f" of {run['steps']:,}" if run["steps"] else ""),
+                _number(recent["loss"], ".4f"),
+                _number(last.get("loss"), ".4f"),
+                _number(recent["samples_per_s"], ".3g"),
+                _number(recent["waiting"], ".1%"),
+                human_bytes(recent["peak_memory_bytes"]) if recent["peak_memory_bytes"] else "",
+                human_time(left) if left else "",
+            )
+        )
+    heads = ("run", "state", "step", "loss", "validation", "samples/s", "waiting", "memory", "left")
+    body = table(heads, rows, numbers=(2, 3, 4, 5, 6, 7, 8))
+    return tag("header", tag("p", "Training runs", class_="soft"), tag("h1", f"{len(runs)} runs"), panel(body))
+
+
+def _differences(found: Mapping[str, Sequence[str | None]], runs: Sequence[Run]) -> Html:
+    lacking = [run["name"] for run in runs if not run["config"]]
+    parts = []
+    if found:
+        rows = [(tag("code", name), *(_value(value) for value in values)) for name, values in found.items()]
+        parts.append(panel(table(("", *(run["name"] for run in runs)), rows)))
+    elif not lacking:
+        parts.append(tag("p", "None: the configurations are equal.", class_="soft"))
+    if lacking:
+        parts.append(tag("p", f"Without run.json yet: {', '.join(lacking)}.", class_="soft"))
+    return tag("section", tag("h2", "What differs in their configurations"), *parts, id="differences")
+
+
+def _value(value: str | None) -> Html:
+    return tag("span", "–", class_="soft") if value is None else tag("code", foreign(value, MOST_VALUE))
+
+
+def _checkpoints(runs: Sequence[Run]) -> Html:
+    parts = []
+    for run in runs:
+        lines = [_checkpoint(run, one) for one in reversed(run["checkpoints"][-MOST_CHECKPOINTS:])]
+        if len(runs) > 1:
+            parts.append(tag("h3", tag("bdi", run["name"])))
+        if run["checkpoints"]:
+            parts += [
+                panel(_commands(run)),
+                panel(table(("step", "size", "validation loss", "folder"), lines, numbers=(1, 2))),
+            ]
+        else:
+            parts.append(tag("p", "None yet.", class_="soft"))
+    return tag("section", tag("h2", "Checkpoints"), *parts, id="checkpoints")
+
+
+def _checkpoint(run: Run, one: Mapping[str, Any]) -> tuple[str, ...]:
+    losses = {line["step"]: line["loss"] for line in run["validations"]}
+    loss = losses.get(one["step"])
+    folder = copied(one["name"], f"{run['place']}/{one['name']}")
+    return f"{one['step']:,}", human_bytes(one["bytes"]), _number(loss, ".4f"), folder
+
+
+def _commands(run: Run) -> Html:
+    """What one does with the last checkpoint."""
+    last = quote(f"{run['place']}/{run['checkpoints'][-1]['name']}")
+    out = quote(f"{run['name'].replace('/', '-')}.safetensors")
+    commands = {
+        "Continue the run": f"qie train --config my.yaml --resume {last}",
+        "Edit an image": f'qie predict --config my.yaml --lora {last} --image in.png --prompt "…" --output out.png',
+        "Export for ComfyUI": f"qie export {last} {out}",
+    }
+    if not run["adapter"]:
+        del commands["Edit an image"], commands["Export for ComfyUI"]
+    rows = [join(tag("dt", name), tag("dd", copied(command))) for name, command in commands.items()]
+    return join(tag("h3", "With the last one"), tag("dl", *rows, class_="commands"))
+
+
+def _about(run: Run) -> Html:
+    report = run["report"]
+    facts = {
+        "model": report["base_model"],
+        "samples": f"{report['samples']:,}" if isinstance(report["samples"], int) else None,
+        "devices": ", ".join(map(str, report["devices"])) if isinstance(report["devices"], list) else None,
+        "started": report["started"],
+        "finished": run["finished"],
+        "free on its disk": human_bytes(run["disk_free_bytes"]) if run["disk_free_bytes"] is not None else None,
+        "unreadable lines": f"{run['damaged_lines']:,} in metrics.jsonl" if run["damaged_lines"] else None,
+    } | {name: cut(text, 300) for name, text in run["notes"].items() if name not in ("host", "error")}
+    rows = [
+        part for name, value in facts.items() if value for part in (tag("dt", name), tag("dd", foreign(str(value))))
+    ]
+    settings = [(tag("code", name), _value(values[0])) for name, values in differing([run["config"]]).items()]
+    whole = (
+        tag("details", tag("summary", "Configuration"), table(("", ""), settings), data_name="configuration")
+        if settings
+        else join()
+    )
+    return tag("section", tag("h2", "The run"), panel(tag("dl", *rows, class_="facts"), whole), id="run")

@@ -73,15 +73,15 @@ class Tab:
         return answer["result"]
 
     def open(
-        self, path: Path, *, width: int = 1200, height: int = 900, dark: bool = False, script: bool = True
+        self, page: Path | str, *, width: int = 1200, height: int = 900, dark: bool = False, script: bool = True
     ) -> None:
-        """Load a file and wait until all of it is there."""
+        """Load a file, or an address, and wait until all of it is there."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Emulation.setScriptExecutionDisabled", value=not script)
         self.resize(width, height)
         self._loaded = False
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not self._loaded:
             self._next()
 

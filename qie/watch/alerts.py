@@ -1,0 +1,200 @@
+"""What somebody should know of a run without looking at its curves, in words; and a webhook that is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+from qie.errors import UsageError
+from qie.quantities import human_bytes, human_time
+from qie.watch.metric_lines import MetricLines
+
+SILENT_S = 600.0
+WAITING = 0.10
+RISES = 3
+SPIKE = 10.0
+"""Times the usual gradient norm."""
+SPAN = 100
+"""Steps that an alert looks back on."""
+LEAST_STEPS = 20
+LEAST_FREE_BYTES = 2 * 10**9
+CHECK_S = 10.0
+POST_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that is wrong, or may be.
+
+    Attributes:
+        kind: one word. since: the step that it is about, if it is about one: an alert is new if either is.
+        text: one sentence or two. advice: what one can do.
+    """
+
+    kind: str
+    text: str
+    advice: str = ""
+    since: int | None = None
+
+
+def alerts(run: Mapping[str, Any], lines: MetricLines) -> Iterator[Alert]:
+    """Of the facts of a run, and its numbers."""
+    yield from _of_state(run)
+    if run["state"] in ("finished", "stopped"):
+        return
+    yield from _of_steps(lines)
+    yield from _of_validations(run, lines)
+    yield from _of_disk(run)
+
+
+def _of_state(run: Mapping[str, Any]) -> Iterator[Alert]:
+    state, silent_s = run["state"], run["silent_s"]
+    resume = "Continue with --resume latest." if run["checkpoints"] else "Start it again."
+    if state == "failed":
+        yield Alert("failed", f"The run failed: {run['notes'].get('error', 'its log says why')}", resume)
+    elif state == "gone":
+        yield Alert("gone", "The run's process ended without a word: it was killed, or its machine was.", resume)
+    elif state in ("training", "validating", "silent") and silent_s is not None and silent_s > SILENT_S:
+        what = "No validation has ended" if state == "validating" else "No step"
+        yield Alert("silent", f"{what} for {human_time(silent_s)}.", "Look at its log, and at its GPU.")
+
+
+def _of_steps(lines: MetricLines) -> Iterator[Alert]:
+    steps, columns = lines.steps, lines.columns
+    if len(steps) < LEAST_STEPS:
+        return
+    took, waited = _sum(columns["step_time_s"][-SPAN:]), _sum(columns["data_wait_s"][-SPAN:])
+    last = min(SPAN, len(steps))
+    if took and waited > WAITING * took:
+        text = f"The last {last} steps waited for data for {waited / took:.0%} of their time."
+        yield Alert(
+            "waiting", text, "Shards on a local disk (cache.local_dir) or more data.reader_threads shorten that."
+        )
+    lost = sum(map(math.isnan, columns["loss"][-SPAN:]))
+    if lost:
+        text = f"{lost} of the last {last} steps had no finite loss, and changed nothing."
+        yield Alert("loss", text, "A lower optimizer.init_args.lr, or mixed_precision: bf16, may help.")
+    usual = [norm for norm in columns["grad_norm"][-5 * SPAN :] if not math.isnan(norm)]
+    median = statistics.median(usual) if usual else 0.0
+    for step, norm in list(zip(steps, columns["grad_norm"], strict=True))[-SPAN:]:
+        if median and norm > SPIKE * median:
+            times = norm / median
+            text = f"At step {step:,} the gradient norm was {norm:.3g}, {times:.0f} times the usual {median:.3g}."
+            yield Alert("gradient", text, "One such step does no harm where train.max_grad_norm clips it.", step)
+
+
+def _of_validations(run: Mapping[str, Any], lines: MetricLines) -> Iterator[Alert]:
+    last = [(step, loss) for step, loss, _ in lines.validations if not math.isnan(loss)][-RISES - 1 :]
+    losses = [loss for _, loss in last]
+    if len(last) <= RISES or any(later <= earlier for earlier, later in pairwise(losses)):
+        return
+    best = last[0][0]
+    kept = [one["name"] for one in run["checkpoints"] if one["step"] <= best]
+    advice = f"The best weights may be those of {kept[-1]}." if kept else "The run may learn its rows by heart."
+    text = (
+        f"The validation loss rose {RISES} times in a row, from {losses[0]:.4f} at step {best:,} to {losses[-1]:.4f}."
+    )
+    yield Alert("validation", text, advice, best)
+
+
+def _of_disk(run: Mapping[str, Any]) -> Iterator[Alert]:
+    free, sizes = run["disk_free_bytes"], [one["bytes"] for one in run["checkpoints"]]
+    needed = max(LEAST_FREE_BYTES, 2 * max(sizes, default=0))
+    if free is not None and free < needed:
+        size = f", and a checkpoint takes {human_bytes(sizes[-1])}" if sizes else ""
+        yield Alert(
+            "disk", f"{human_bytes(free)} are left on the disk{size}.", "train.keep_last removes old checkpoints."
+        )
+
+
+def _sum(values: Sequence[float]) -> float:
+    return sum(value for value in values if not math.isnan(value))
+
+
+class Webhook:
+    """Posts each new alert once, as JSON. What fails is told, and tried again at the next look.
+
+    Args:
+        url: http or https.
+        say: hears of failures.
+        post: sends a body to the URL; raises OSError.
+    """
+
+    def __init__(
+        self, url: str, say: Callable[[str], object], post: Callable[[str, bytes], None] | None = None
+    ) -> None:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise UsageError("not an address that can be posted to", where="--webhook", expected="https://…", found=url)
+        self._url, self._say, self._post = url, say, post or _post
+        self._told: set[tuple[str, ...]] = set()
+        self._failed = False
+
+    def look(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Post those of the alerts that are new. One that went away and came again is new."""
+        keys = {(str(one["place"]), str(one["kind"]), str(one["since"])): one for one in found}
+        self._told &= keys.keys()
+        for key, alert in keys.items():
+            if key in self._told:
+                continue
+            words = f"{alert['run']}: {alert['text']}" + (f" {alert['advice']}" if alert["advice"] else "")
+            # `text` is what Slack and Mattermost show, `content` Discord.
+            body = dict(alert) | {"text": words, "content": words, "source": "qie watch"}
+            try:
+                self._post(self._url, json.dumps(body, ensure_ascii=False).encode())
+            except (OSError, ValueError) as error:
+                if not self._failed:
+                    self._say(f"warning: the webhook was not told ({error}): {words}")
+                self._failed = True
+                return
+            self._failed = False
+            self._told.add(key)
+
+
+def _post(url: str, body: bytes) -> None:
+    request = urllib.request.Request(url, body, {"content-type": "application/json", "user-agent": "qie-watch"})  # noqa: S310
+    with urllib.request.urlopen(request, timeout=POST_TIMEOUT_S) as answer:  # noqa: S310 (its scheme is checked)
+        answer.read(1)
+
+
+class Lookout:
+    """A thread that looks for alerts while nobody looks at the page. A context manager: leaving it ends the thread.
+
+    Args:
+        look: called every `CHECK_S` seconds.
+        say: hears what went wrong.
+    """
+
+    def __init__(self, look: Callable[[], object], say: Callable[[str], object]) -> None:
+        self._look, self._say, self._ended = look, say, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="qie-watch-alerts")
+
+    def __enter__(self) -> Lookout:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._look()
+            except Exception as error:  # a file of a kind that nobody thought of must not end the alerts of others
+                self._say(f"warning: alerts: {type(error).__name__}: {error}")
+            if self._ended.wait(CHECK_S):
+                return
+
+
+def told_alerts(run: Mapping[str, Any], lines: MetricLines) -> list[dict[str, Any]]:
+    """The alerts of a run as JSON values, with its name, place and step."""
+    about = {"run": run["name"], "place": run["place"], "step": run["step"], "time": run["time"]}
+    return [about | asdict(alert) for alert in alerts(run, lines)]
