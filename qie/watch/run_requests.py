@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from qie.errors import UsageError
 from qie.html_report.markup import Html, join, tag
 from qie.watch.controls import button
+
+if TYPE_CHECKING:
+    from qie.training.control import Wish
 
 ANSWERS = {
     "pause": "The run will hold after this step.",
@@ -26,7 +28,7 @@ def obey(run: Path, action: str, values: Mapping[str, Any]) -> str:
     Raises:
         QieError: no run trains there, or it cannot be asked for that.
     """
-    ask, ask_prompts, withdraw = _requests()
+    from qie.training.control import ask, ask_prompts, take_back
 
     if action == "prompts":
         ask_prompts(run, _samples(values.get("samples")))
@@ -35,17 +37,12 @@ def obey(run: Path, action: str, values: Mapping[str, Any]) -> str:
         ask_prompts(run, None)
         return "The next validation takes the prompts of the configuration."
     if action == "resume":
-        withdraw(run, "pause")
-    elif action == "pause" or action == "checkpoint" or action == "stop":
-        ask(run, action)
+        take_back(run, "pause")
+    elif action in ("pause", "checkpoint", "stop"):
+        ask(run, cast("Wish", action))
     else:
         raise UsageError("a run cannot be asked for that", found=action, expected=", ".join(ANSWERS))
     return ANSWERS[action]
-
-
-def _requests() -> tuple[Any, Any, Any]:
-    control: Any = importlib.import_module("qie.training.control")
-    return control.ask, control.ask_prompts, control.withdraw
 
 
 def _samples(given: object) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from qie.errors import UsageError
 from qie.html_report.markup import Html, cut, foreign, join, panel, part_bar, table, tag
 from qie.quantities import human_bytes, human_time
 from qie.watch.controls import button, copied
-from qie.watch.curves import KINDS, WIDE, Chart, Curve, drawn
+from qie.watch.curves import KINDS, POINTS, WIDE, Chart, Curve, drawn
 from qie.watch.differences import differing
 from qie.watch.live_page import LiveFacts, LivePage, WebFile
 from qie.watch.picture_rows import picture_rows
@@ -211,14 +211,16 @@ def _charts(runs: Sequence[Run]) -> list[Html]:
         tag("h2", "Curves"),
         tag("div", *(panel(drawn(chart, last, width=WIDE)) for chart in large if chart.there), class_="pair"),
         tag("div", *(panel(drawn(chart, last)) for chart in small if chart.there), class_="trio"),
-        tag(
-            "p",
-            "Thin: each step, or the mean of several where they are many, in a band from least to most.",
-            class_="soft",
-        )
-        if any(run["count"] for run in runs)
-        else tag("p", "No step yet.", class_="soft"),
+        tag("p", _about_curves(runs), class_="soft"),
     ]
+
+
+def _about_curves(runs: Sequence[Run]) -> str:
+    if not any(run["count"] for run in runs):
+        return "No step yet."
+    if max(run["count"] for run in runs) > POINTS:
+        return "A point is the mean of several steps, in a band from the least to the most of them."
+    return "" if len(runs) > 1 else "The thin curve is each step."
 
 
 def _curve(own: Mapping[str, Any], name: str, kind: int, *, faint: bool = False) -> Curve:
