@@ -53,7 +53,7 @@ def precompute_page(places: Sequence[str]) -> LivePage:
         render_precompute,
         picture,
         lambda action, values: change_sample(readers, action, values),
-        _title,
+        title=_title,
     )
 
 
