@@ -18,7 +18,7 @@ from qie.watch.picture_rows import picture_rows
 from qie.watch.run_reader import LIVE, RECENT, RunReader
 from qie.watch.run_requests import obey, other_prompts
 
-Run = Mapping[str, Any]
+RunFacts = Mapping[str, Any]
 
 STATES = {
     "training": ("good", "training"),
@@ -96,7 +96,7 @@ def render_training(facts: LiveFacts) -> Mapping[str, Html]:
     }
 
 
-def _header(run: Run) -> Html:
+def _header(run: RunFacts) -> Html:
     return tag(
         "header",
         tag("p", "Training run", class_="soft"),
@@ -108,7 +108,7 @@ def _header(run: Run) -> Html:
     )
 
 
-def _state(run: Run) -> Html:
+def _state(run: RunFacts) -> Html:
     kind, words = STATES.get(run["state"], ("soft", str(run["state"])))
     asked = {"pause": "will pause after this step", "stop": "will stop after this step and a checkpoint"}
     asked |= {"checkpoint": "will write a checkpoint after this step"}
@@ -120,7 +120,7 @@ def _state(run: Run) -> Html:
     return join(tag("span", words, class_=f"state {kind}"), tag("span", rest, class_="soft") if rest else "")
 
 
-def _progress(run: Run) -> Html:
+def _progress(run: RunFacts) -> Html:
     step, steps, left = run["step"], run["steps"], run["recent"]["left_s"]
     words = f"step {step:,}"
     if steps:
@@ -131,7 +131,7 @@ def _progress(run: Run) -> Html:
     return tag("div", bar, tag("p", words), class_="progress")
 
 
-def _tiles(run: Run) -> list[Html]:
+def _tiles(run: RunFacts) -> list[Html]:
     recent, last = run["recent"], (run["validations"] or [{}])[-1]
     span = min(RECENT, max(run["count"], 1))
     tiles = [
@@ -158,7 +158,7 @@ def _power(value: float) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}".replace("-", "−")
 
 
-def _buttons(run: Run) -> Html:
+def _buttons(run: RunFacts) -> Html:
     if run["state"] not in LIVE:
         return join()
     asked = run["asked"]
@@ -173,7 +173,7 @@ def _buttons(run: Run) -> Html:
     return tag("div", pause, button("Checkpoint now", "checkpoint"), stop, *waiting, class_="buttons")
 
 
-def _alerts(runs: Sequence[Run]) -> Html:
+def _alerts(runs: Sequence[RunFacts]) -> Html:
     found = [(run, alert) for run in runs for alert in run["alerts"]]
     if not found:
         return join()
@@ -190,7 +190,7 @@ def _alerts(runs: Sequence[Run]) -> Html:
     return tag("section", tag("ul", *items), class_="panel alerts", role="status", aria_label="Alerts")
 
 
-def _charts(runs: Sequence[Run]) -> list[Html]:
+def _charts(runs: Sequence[RunFacts]) -> list[Html]:
     def curves(name: str) -> list[Curve]:
         return [
             _curve(run["curves"][name], run["name"] if len(runs) > 1 else "", number) for number, run in enumerate(runs)
@@ -215,7 +215,7 @@ def _charts(runs: Sequence[Run]) -> list[Html]:
     ]
 
 
-def _about_curves(runs: Sequence[Run]) -> str:
+def _about_curves(runs: Sequence[RunFacts]) -> str:
     if not any(run["count"] for run in runs):
         return "No step yet."
     if max(run["count"] for run in runs) > POINTS:
@@ -227,7 +227,7 @@ def _curve(own: Mapping[str, Any], name: str, kind: int, *, faint: bool = False)
     return Curve(name, own["steps"], own["values"], own["low"], own["high"], kind % KINDS, faint=faint)
 
 
-def _loss(runs: Sequence[Run], curves: Any) -> Chart:
+def _loss(runs: Sequence[RunFacts], curves: Any) -> Chart:
     spans = {run["span"] for run in runs}
     unit = f"mean of {spans.pop()} steps" if len(spans) == 1 else "mean of the last steps"
     if len(runs) > 1:
@@ -236,7 +236,7 @@ def _loss(runs: Sequence[Run], curves: Any) -> Chart:
     return Chart("Loss", unit, [each, *curves("smooth_loss")])
 
 
-def _validation(runs: Sequence[Run]) -> Chart:
+def _validation(runs: Sequence[RunFacts]) -> Chart:
     found = [
         Curve(
             run["name"] if len(runs) > 1 else "",
@@ -250,7 +250,7 @@ def _validation(runs: Sequence[Run]) -> Chart:
     return Chart("Validation loss", "rows kept out of training", found)
 
 
-def _by_level(run: Run) -> list[Chart]:
+def _by_level(run: RunFacts) -> list[Chart]:
     training = [_curve(run["curves"][f"loss_{number}"], name, number) for number, name in enumerate(LEVELS)]
     lines = run["validations"]
     steps = [one["step"] for one in lines]
@@ -264,7 +264,7 @@ def _by_level(run: Run) -> list[Chart]:
     ]
 
 
-def _comparison(runs: Sequence[Run]) -> Html:
+def _comparison(runs: Sequence[RunFacts]) -> Html:
     rows = []
     for number, run in enumerate(runs):
         recent, last = run["recent"], (run["validations"] or [{}])[-1]
@@ -287,7 +287,7 @@ def _comparison(runs: Sequence[Run]) -> Html:
     return tag("header", tag("p", "Training runs", class_="soft"), tag("h1", f"{len(runs)} runs"), panel(body))
 
 
-def _differences(found: Mapping[str, Sequence[str | None]], runs: Sequence[Run]) -> Html:
+def _differences(found: Mapping[str, Sequence[str | None]], runs: Sequence[RunFacts]) -> Html:
     lacking = [run["name"] for run in runs if not run["config"]]
     parts = []
     if found:
@@ -304,7 +304,7 @@ def _value(value: str | None) -> Html:
     return tag("span", "–", class_="soft") if value is None else tag("code", foreign(value, MOST_VALUE))
 
 
-def _checkpoints(runs: Sequence[Run]) -> Html:
+def _checkpoints(runs: Sequence[RunFacts]) -> Html:
     parts = []
     for run in runs:
         lines = [_checkpoint(run, one) for one in reversed(run["checkpoints"][-MOST_CHECKPOINTS:])]
@@ -320,14 +320,14 @@ def _checkpoints(runs: Sequence[Run]) -> Html:
     return tag("section", tag("h2", "Checkpoints"), *parts, id="checkpoints")
 
 
-def _checkpoint(run: Run, one: Mapping[str, Any]) -> tuple[str, ...]:
+def _checkpoint(run: RunFacts, one: Mapping[str, Any]) -> tuple[str, ...]:
     losses = {line["step"]: line["loss"] for line in run["validations"]}
     loss = losses.get(one["step"])
     folder = copied(one["name"], f"{run['place']}/{one['name']}")
     return f"{one['step']:,}", human_bytes(one["bytes"]), _number(loss, ".4f"), folder
 
 
-def _commands(run: Run) -> Html:
+def _commands(run: RunFacts) -> Html:
     """What one does with the last checkpoint."""
     last = quote(f"{run['place']}/{run['checkpoints'][-1]['name']}")
     out = quote(f"{run['name'].replace('/', '-')}.safetensors")
@@ -342,7 +342,7 @@ def _commands(run: Run) -> Html:
     return join(tag("h3", "With the last one"), tag("dl", *rows, class_="commands"))
 
 
-def _about(run: Run) -> Html:
+def _about(run: RunFacts) -> Html:
     report = run["report"]
     facts = {
         "model": report["base_model"],
