@@ -36,6 +36,7 @@ SCRIPTS = {
         "train_step.py": "--size small --steps 20 --runs 3 --skip fp8",
         "traffic.py": "--heads 8",
         "draws.py": "",
+        "adapters.py": "",
         "claims.py": "--size small --steps 15 --runs 2",
         "quality.py": "--steps 100 --photographs 4 --runs 3",
         "looking.py": "--shards 10000 --samples 60 --runs 2",

@@ -144,6 +144,12 @@ def test_draws_over_one_prefix_save_flops_at_full_size() -> None:
     draws.steps(1, draws.transformer_of(draws.SMALL), 1, 1, 2)
 
 
+def test_adapters(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    script("adapters.py").main(["--width", "32", "--tokens", "4", "--rank", "2", "--runs", "1", "--json", str(file)])
+    assert len(rows_in(file)) == 5
+
+
 def test_store(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     words = ["--latency-ms", "1", "--megabytes-per-s", "2000", "--steps", "2", "--runs", "1", "--tokens", "30"]

@@ -174,7 +174,7 @@ def parse_lora(text: str) -> AdapterConfig:
     from qie.errors import UsageError
     from qie.paths import local_path
     from qie.training.checkpoint_folders import checkpoints
-    from qie.training.model.adapter_file import ADAPTER_FILE
+    from qie.training.model.adapter_file import ADAPTER_FILE, adapter_in
 
     path, scale = local_path(text), 1.0
     before, colon, after = text.rpartition(":")
@@ -183,9 +183,9 @@ def parse_lora(text: str) -> AdapterConfig:
             path, scale = local_path(before), float(after)
         except ValueError:
             path = local_path(text)
-    if not (path / ADAPTER_FILE).is_file() and (of_run := checkpoints(path)):
+    if not adapter_in(path) and (of_run := checkpoints(path)):
         path = of_run[-1]
-    if not (path / ADAPTER_FILE).is_file() and not (path.is_file() and path.suffix == ".safetensors"):
+    if not adapter_in(path) and not (path.is_file() and path.suffix == ".safetensors"):
         whole = (path / "transformer").is_dir() or path.name == "transformer"
         raise UsageError(
             "this is neither an adapter file nor a folder that holds one",
@@ -210,13 +210,13 @@ def with_loras(config: Config, words: Sequence[str]) -> Config:
     """
     from qie.errors import UsageError
     from qie.paths import local_path
-    from qie.training.model.adapter_file import ADAPTER_FILE
+    from qie.training.model.adapter_file import adapter_in
 
     adapters = [*config.model.permanent_adapters, *map(parse_lora, words)]
     files: set[Path] = set()
     for adapter in adapters:
         path = local_path(adapter.path)
-        file = (path / ADAPTER_FILE if path.is_dir() else path).resolve()
+        file = (adapter_in(path) or path).resolve()
         if file in files:
             raise UsageError(
                 "the same LoRA is given twice",

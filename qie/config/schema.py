@@ -51,6 +51,18 @@ def word(text: str) -> BeforeValidator:
     return BeforeValidator(lambda value: text if value is False else value)
 
 
+def _expression(text: str) -> str:
+    """A regular expression. Raises ValueError for another text."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"a regular expression: {error}") from error
+    return text
+
+
+Expression = Annotated[str, AfterValidator(_expression)]
+
+
 def legible(value: Any) -> Any:
     """A text, or a list of some, as files can hold it and the system takes it. Raises ValueError for others."""
     for text in value if isinstance(value, list) else [value]:
@@ -354,10 +366,18 @@ def _usable(value: Any, name: str = "") -> Any:
 Arguments = Annotated[dict[str, Any], AfterValidator(_usable)]
 
 
-class LoraConfig(Section):
-    """A low-rank adapter through peft."""
+Rank = Annotated[int, Field(gt=0, le=4096)]
 
-    r: int = Field(16, gt=0, le=4096, description="Rank.")
+
+class LoraConfig(Section):
+    """A small adapter through peft."""
+
+    kind: Literal["lora", "lokr", "loha"] = Field(
+        "lora",
+        description="How a weight is changed. lora: by the product of two thin matrices; lokr: by the Kronecker "
+        "product of two small ones; loha: by two products of thin matrices, multiplied value by value.",
+    )
+    r: Rank = Field(16, description="Rank.")
     lora_alpha: Factor = Field(32, description="The adapter's output is scaled by lora_alpha / r.")
     lora_dropout: Fraction = Field(0.0, description="How often an input of the adapter is set to zero.")
     target_modules: list[str] | str = Field(
@@ -370,10 +390,30 @@ class LoraConfig(Section):
     init_lora_weights: Literal["gaussian", "kaiming", "orthogonal"] = Field(
         "gaussian", description="Initialization. With each of them, the adapter changes nothing before the first step."
     )
+    rank_pattern: dict[Expression, Rank] = Field(
+        {}, description="Other ranks, by endings of module names, or expressions for them: {to_out.0: 32}."
+    )
+    alpha_pattern: dict[Expression, Factor] = Field({}, description="Other lora_alpha, in the same way.")
+    decompose_factor: int | None = Field(
+        None, ge=2, le=4096, description="lokr: side of the first matrix, as near as it divides; null: near the root."
+    )
+    decompose_both: bool = Field(False, description="lokr: the first matrix, too, is a product of rank r.")
     continue_from: LocalPath | None = Field(
         None,
         description="Start from the weights of this adapter: a checkpoint's folder, or a LoRA that diffusers reads.",
     )
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> LoraConfig:
+        own = {
+            "lora": ("lora_dropout", "use_rslora", "use_dora", "init_lora_weights"),
+            "lokr": ("decompose_factor", "decompose_both"),
+        }
+        for kind, names in own.items():
+            for name in names:
+                if kind != self.kind and getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{name} is of kind: {kind}, which is {self.kind} here")
+        return self
 
 
 class AdapterConfig(Section):
@@ -416,6 +456,10 @@ class ModelConfig(Section):
             raise ValueError("the weights of a quantised transformer cannot be trained: quantize needs lora")
         if self.lora is None and self.adapters:
             raise ValueError("adapters cannot be used when all weights are trained: adapters needs lora")
+        if self.lora and self.lora.kind == "loha" and self.quantize == "nf4":
+            raise ValueError(
+                "loha needs the shapes of the weights, which nf4 does not keep: quantize may be fp8 or int8"
+            )
         return self
 
     @property
@@ -504,6 +548,9 @@ class OptimizerConfig(Section):
         "torch.optim.AdamW", description="Import path, such as bitsandbytes.optim.AdamW8bit or prodigyopt.Prodigy."
     )
     init_args: Arguments = Field({"lr": 1e-4}, description="Arguments of class_path.")
+    lr_pattern: dict[Expression, Annotated[float, Field(ge=0.0, le=MAX_LR)]] = Field(
+        {}, description="Other learning rates, by endings of layers' names, or expressions for them: {to_out.0: 5e-5}."
+    )
 
 
 class SchedulerConfig(Section):

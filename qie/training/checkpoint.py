@@ -171,7 +171,7 @@ def identity(config: Config, pretrained: PretrainedModel, loss_fn: str | None = 
     lora = model["lora"]
     return {
         "base model": content_hash(pretrained.component("transformer")),
-        "model.lora": lora and {name: value for name, value in lora.items() if name != "continue_from"},
+        "model.lora": lora and _without_later(lora),
         # Checkpoints of before `train_only` was there do not name it.
         "model.adapters": [
             {name: value for name, value in adapter.items() if name != "train_only" or value}
@@ -183,9 +183,28 @@ def identity(config: Config, pretrained: PretrainedModel, loss_fn: str | None = 
         "train.trained_dtype": train["trained_dtype"],
         "train.ema_decay": train["ema_decay"],
         "train.gradient_accumulation_steps": train["gradient_accumulation_steps"],
-        "optimizer": tree["optimizer"],
+        "optimizer": {name: value for name, value in tree["optimizer"].items() if name != "lr_pattern" or value},
         "lr_scheduler": tree["lr_scheduler"],
         "loss_fn": loss_fn,  # which checkpoints of before it was there do not name
+    }
+
+
+_LATER: dict[str, Any] = {
+    "kind": "lora",
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "decompose_factor": None,
+    "decompose_both": False,
+}
+"""Fields of model.lora that checkpoints of before they were there do not name, with the values that they had."""
+
+
+def _without_later(lora: dict[str, Any]) -> dict[str, Any]:
+    """What two runs of one adapter share: not what its first weights were."""
+    return {
+        name: value
+        for name, value in lora.items()
+        if name != "continue_from" and not (name in _LATER and value == _LATER[name])
     }
 
 

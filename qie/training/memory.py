@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from qie.config import Config, Quantization
 from qie.data.live import LiveSamples
@@ -24,8 +26,10 @@ from qie.training.model.blocks import (
     checkpointed_blocks,
     offloaded_blocks,
 )
+from qie.training.model.kronecker import LoHaLinear, LoKrLinear
 from qie.training.model.load import empty_transformer, train_all_weights
 from qie.training.model.lora import add_lora
+from qie.training.optimizer import require_rates
 from qie.types import Shape
 
 # Bytes of a quantised weight. nf4 has an 8-bit scale for each 64 weights; the others have one for each row.
@@ -56,6 +60,7 @@ class Parameters:
             query, key and value have one together, but for dropout.
         image_outputs, text_outputs: the same of adapters on the attention's output, which is kept anyway; in a batch of
             several samples they keep a copy of their stream's part.
+        changes: the changes of weights that a block's adapters make, where these are as large as the weights.
     """
 
     trained: int
@@ -65,6 +70,7 @@ class Parameters:
     text_inputs: int = 0
     image_outputs: int = 0
     text_outputs: int = 0
+    changes: int = 0
 
     @classmethod
     def of(cls, transformer: Any) -> Parameters:
@@ -72,11 +78,13 @@ class Parameters:
         everything, blocks = list(transformer.parameters()), transformer.transformer_blocks
         widths: dict[str, dict[str, int]] = {}
         for name, module in blocks[0].named_modules():
-            if hasattr(module, "lora_A"):
+            if isinstance(module, BaseTunerLayer):
                 text = name.startswith("txt_") or name.rpartition(".")[2].startswith(("add_", "to_add_"))
-                kind, owner, width = _kept_by_adapter(name, module)
-                widths.setdefault(f"{'text' if text else 'image'}_{kind}", {})[owner] = width
+                for kind, owner, width in _kept_by_adapter(name, module):
+                    widths.setdefault(f"{'text' if text else 'image'}_{kind}", {})[owner] = width
+        hadamard = [layer for layer in blocks[0].modules() if isinstance(layer, LoHaLinear)]
         return cls(
+            changes=sum(layer.in_features * layer.out_features for layer in hadamard),
             trained=sum(weight.numel() for weight in everything if weight.requires_grad),
             frozen=sum(weight.numel() for weight in everything if not weight.requires_grad),
             matrices=sum(w.numel() for w in blocks.parameters() if not w.requires_grad and w.ndim > 1),
@@ -84,19 +92,25 @@ class Parameters:
         )
 
 
-def _kept_by_adapter(name: str, layer: Any) -> tuple[str, str, int]:
+def _kept_by_adapter(name: str, layer: Any) -> Iterator[tuple[str, str, int]]:
     """The kind of what an adapter keeps, whose it is, and its width in a block's numbers of 2 bytes."""
     if "_mod." in name:
         # Of a token itself nothing; but what two trained scales and gates multiply.
-        return "inputs", name, 4 * layer.in_features
-    if layer.lora_variant:
-        # A DoRA: its input and its product in float32, and the base's product.
-        return "inputs", name, 2 * layer.in_features + 3 * layer.out_features
-    if any(isinstance(dropout, torch.nn.Dropout) for dropout in layer.lora_dropout.values()):
-        return "inputs", name, layer.in_features * 3 // 2  # what is left of the input, and where
+        yield "inputs", name, 4 * layer.in_features
+        return
+    if isinstance(layer, LoraLayer):
+        if layer.lora_variant:
+            # A DoRA: its input and its product in float32, and the base's product.
+            yield "inputs", name, 2 * layer.in_features + 3 * layer.out_features
+            return
+        if any(isinstance(dropout, torch.nn.Dropout) for dropout in layer.lora_dropout.values()):
+            yield "inputs", name, layer.in_features * 3 // 2  # what is left of the input, and where
+            return
+    if isinstance(layer, LoKrLinear):
+        yield "inputs", name, sum(layer.inner_widths(adapter) for adapter in layer.active_adapters)
     kind = "outputs" if re.search(r"attn\.to_(add_)?out", name) else "inputs"
     shared = re.sub(r"(to|add)_[qkv](_proj)?$", "qkv", re.sub(r"img_mlp\.(proj|gate_layer)$", "gate", name))
-    return kind, shared, int(layer.in_features)
+    yield kind, shared, int(layer.in_features)
 
 
 def optimizer_bytes(class_path: str, trained_bytes: int) -> float:
@@ -236,6 +250,7 @@ def setup_of(config: Config, pretrained: PretrainedModel, tokens: Tokens, accele
         add_lora(transformer, model.lora.model_copy(update={"continue_from": None}), section.seed, dtype=trained)
     else:
         train_all_weights(transformer, trained)
+    require_rates(config.optimizer, (name for name, weight in transformer.named_parameters() if weight.requires_grad))
     return Setup(
         Architecture.of(transformer.config),
         Parameters.of(transformer),
@@ -294,7 +309,8 @@ class Estimate:
 
 def kept_bytes(setup: Setup) -> float:
     """Bytes that a block without checkpointing keeps of a batch for its backward pass."""
-    return setup.batch_size * (_kept_single(setup) if setup.architecture.single_stream else _kept_dual(setup))
+    of_one = _kept_single(setup) if setup.architecture.single_stream else _kept_dual(setup)
+    return setup.batch_size * of_one + setup.value_bytes * setup.parameters.changes
 
 
 def _kept_dual(setup: Setup) -> float:

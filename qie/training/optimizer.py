@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -15,16 +15,18 @@ from urllib.parse import unquote, urlsplit
 
 import torch
 from diffusers.optimization import get_scheduler
+from peft.utils.other import get_pattern_key
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from qie.config import OptimizerConfig, SchedulerConfig
 from qie.config.schema import MAX_LR
 from qie.errors import ConfigError
+from qie.training.model.adapter_file import layer_of
 from qie.training.model.sharding import all_whole, like, not_finite
 
 
-def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of `optimizer.class_path` over `parameters`.
+def make_optimizer(section: OptimizerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of `optimizer.class_path` over `parameters`, which have their names in the model.
 
     Raises:
         ConfigError: there is no such class, it is not an optimizer, or it refuses `optimizer.init_args`.
@@ -41,8 +43,30 @@ def make_optimizer(section: OptimizerConfig, parameters: Sequence[torch.nn.Param
             found=section.class_path,
             hint="such as prodigyopt.Prodigy or torch.optim.AdamW; train.ema_decay averages weights, too",
         )
-    optimizer: torch.optim.Optimizer = _made(found, (parameters,), section.init_args, "optimizer.init_args")
+    groups = _groups(section.lr_pattern, parameters)
+    optimizer: torch.optim.Optimizer = _made(found, (groups,), section.init_args, "optimizer.init_args")
     return optimizer
+
+
+def _groups(rates: Mapping[str, float], parameters: Mapping[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """The parameters of `optimizer.init_args`, then those of each rate of `optimizer.lr_pattern`."""
+    found: dict[float | None, list[torch.nn.Parameter]] = {rate: [] for rate in (None, *sorted(rates.values()))}
+    for name, parameter in parameters.items():
+        found[rates.get(get_pattern_key(list(rates), layer_of(name)))].append(parameter)
+    return [{"params": own} | ({} if rate is None else {"lr": rate}) for rate, own in found.items() if own]
+
+
+def require_rates(section: OptimizerConfig, parameters: Iterable[str]) -> None:
+    """Raise ConfigError for a pattern of `optimizer.lr_pattern` that is of none of the parameters."""
+    layers = {layer_of(name) for name in parameters}
+    for pattern in section.lr_pattern:
+        if not any(get_pattern_key([pattern], layer) == pattern for layer in layers):
+            raise ConfigError(
+                "a pattern is of no layer that is trained",
+                where="optimizer.lr_pattern",
+                expected=f"the end of a name such as {min(layers)}, or an expression for it",
+                found=pattern,
+            )
 
 
 MAX_TRIED = 100_000
@@ -58,7 +82,7 @@ def check_optimizer(
         ConfigError: one cannot be made, or a step of it fails, or a learning rate is out of bounds.
     """
     weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
-    made = make_optimizer(optimizer, [weight])
+    made = make_optimizer(optimizer, {"weight": weight})
     rates = make_schedule(schedule, made, steps)
     weight.grad = torch.ones_like(weight)
     with _refused("optimizer.init_args", "the optimizer's first step fails"):

@@ -110,7 +110,7 @@ class Run:
             require_same(state, self._identity, resume_from)
         dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
         self.trainable = TrainableModel(pretrained, config, dtype, accelerator.device, weights=resume_from, kept=kept)
-        self.optimizer = make_optimizer(config.optimizer, list(self.trainable.parameters.values()))
+        self.optimizer = make_optimizer(config.optimizer, self.trainable.parameters)
         self.schedule = make_schedule(config.lr_scheduler, self.optimizer, self.steps)
         self._stepper = self.trainable.prepare(accelerator, self.optimizer)
         self.objective = _objective(config, pretrained, accelerator.device, dtype, loss_fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from qie.errors import UsageError
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
 from qie.training.loop import Listener, train
+from qie.training.model.adapter_file import adapter_in
 from tests.stubs import RECIPES, StubEncoder, StubSource
 
 COMPONENTS = ("transformer", "scheduler")
@@ -91,7 +93,16 @@ def photo_shards(photos: Path, family_encoder, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int | None = None, resume: bool = False):
+def run(
+    model: Path,
+    shards: Path,
+    output: Path,
+    *,
+    adapter: dict[str, object],
+    steps: int,
+    stop_after: int | None = None,
+    resume: bool = False,
+):
     """Losses by step of a run that is asked to stop (as by Ctrl-C) after a step."""
     import os
     import signal
@@ -101,7 +112,7 @@ def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int 
         {
             "model": {
                 "pretrained_model_name_or_path": str(model),
-                "lora": {"r": 4, "lora_dropout": 0.2},
+                "lora": adapter,
             },
             "data": {"caption_dropout_rate": 0.3, "batch_size": 2},
             "train": {
@@ -112,7 +123,7 @@ def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int 
                 "output_dir": str(output),
                 "seed": 5,
             },
-            "optimizer": {"init_args": {"lr": 0.01}},
+            "optimizer": {"init_args": {"lr": 0.01}, "lr_pattern": {"to_k": 0.003}},
             "lr_scheduler": {"warmup_steps": 2},
             "validation": {"rows": 2},
         }
@@ -136,17 +147,28 @@ def run(model: Path, shards: Path, output: Path, *, steps: int, stop_after: int 
     return losses, outcome
 
 
+ADAPTERS = {
+    "lora": {"r": 4, "lora_dropout": 0.2},
+    "lokr": {"kind": "lokr", "r": 2, "rank_pattern": {"to_q": 1}},
+    "loha": {"kind": "loha", "r": 2},
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_stopped_and_resumed_run_is_the_run_that_was_never_stopped(
-    tiny_model: Path, photo_shards: Path, tmp_path: Path
+    tiny_model: Path, photo_shards: Path, tmp_path: Path, kind: str
 ) -> None:
-    whole, end = run(tiny_model, photo_shards, tmp_path / "whole", steps=9)
-    first, stopped = run(tiny_model, photo_shards, tmp_path / "parts", steps=9, stop_after=4)
+    asked = partial(run, tiny_model, photo_shards, adapter=ADAPTERS[kind])
+    whole, end = asked(tmp_path / "whole", steps=9)
+    first, stopped = asked(tmp_path / "parts", steps=9, stop_after=4)
     assert stopped.interrupted and stopped.step == 4
-    second, resumed = run(tiny_model, photo_shards, tmp_path / "parts", steps=9, resume=True)
+    second, resumed = asked(tmp_path / "parts", steps=9, resume=True)
 
     assert first | second == whole, "losses, gradient norms and learning rates, bit for bit"
     assert sorted(second) == [5, 6, 7, 8, 9]
-    for file in ("pytorch_lora_weights.safetensors", "optimizer.safetensors"):
+    adapter = adapter_in(end.checkpoint)
+    assert adapter
+    for file in (adapter.name, "optimizer.safetensors"):
         mine, theirs = load_file(end.checkpoint / file), load_file(resumed.checkpoint / file)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)

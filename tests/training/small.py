@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
-from peft import LoraConfig
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
 
+from qie.training.model.kronecker import use_own_products
 from qie.training.model.lora import round_adapters
 from qie.training.model.quantize import quantize_blocks
 from qie.training.model.training_forward import use_training_forward
@@ -35,13 +36,15 @@ def small_config(**changes: Any) -> dict[str, Any]:
     }
 
 
-def small_transformer(lora: bool = True, **changes: Any) -> QwenImageTransformer2DModel:
-    """All weights from one seed. With `lora`, they are frozen under an adapter that does something."""
+def small_transformer(lora: bool | PeftConfig = True, **changes: Any) -> QwenImageTransformer2DModel:
+    """All weights from one seed. With `lora`, they are frozen under an adapter that does something, or under `lora`."""
     torch.manual_seed(0)
     transformer = QwenImageTransformer2DModel(**small_config(**changes)).train()
     if lora:
         transformer.requires_grad_(False)
-        transformer.add_adapter(LoraConfig(r=4, target_modules=LORA_TARGETS, init_lora_weights=False))
+        plain = LoraConfig(r=4, target_modules=LORA_TARGETS, init_lora_weights=False)
+        transformer.add_adapter(plain if lora is True else lora)
+        use_own_products(transformer)
     return transformer
 
 
@@ -76,6 +79,20 @@ def lora(name: str = "default", targets: Sequence[str] = LORA_TARGETS, **setting
     return lambda transformer: transformer.requires_grad_(False).add_adapter(config, name)
 
 
+def other(config: PeftConfig) -> Kind:
+    """An adapter that is no LoRA."""
+
+    def add(transformer: Any) -> None:
+        transformer.requires_grad_(False).add_adapter(config)
+        use_own_products(transformer)
+
+    return add
+
+
+LOKR = LoKrConfig(r=2, alpha=3, target_modules=list(LORA_TARGETS), init_weights=False)
+LOHA = LoHaConfig(r=2, alpha=30, target_modules=list(LORA_TARGETS), init_weights=False)
+
+
 def two_adapters(frozen: Sequence[str]) -> Kind:
     """Of other ranks, scales and targets; one is frozen."""
 
@@ -106,6 +123,8 @@ def kinds(everywhere: Sequence[str]) -> dict[str, Kind]:
         "LoRA everywhere": lora(targets=everywhere, lora_alpha=3),
         "two adapters": two_adapters(everywhere),
         "DoRA": lora(use_dora=True),
+        "LoKr": other(LOKR),
+        "LoHa": other(LOHA),
         "all weights": lambda transformer: transformer.requires_grad_(True),
         "int8": int8,
     }

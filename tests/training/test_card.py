@@ -88,6 +88,21 @@ def test_the_card_s_code_loads_the_adapter(tiny_edit: Path, tmp_path: Path, load
 
 
 @renamed
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+def test_the_card_s_code_merges_an_adapter_that_is_no_lora(tiny_edit: Path, tmp_path: Path, loaded, kind: str) -> None:
+    trained = trained_adapter(tiny_edit, kind=kind, r=2)
+    save_adapter(trained, tmp_path)
+    full = config(model={"pretrained_model_name_or_path": str(tiny_edit), "lora": {"kind": kind, "r": 2}})
+    write_card(tmp_path, report(full, base_model=str(tiny_edit)))
+    found = dict(loaded(diffusers.QwenImageEditPipeline).named_parameters())
+    assert found.keys() == dict(transformer_of(tiny_edit).named_parameters()).keys()
+    layer = trained.transformer_blocks[0].attn.to_q
+    merged = layer.base_layer.weight + layer.get_delta_weight("default")
+    assert (found["transformer_blocks.0.attn.to_q.weight"] - merged).abs().max() < 0.02 * merged.abs().max()
+    assert kind in front_matter((tmp_path / CARD_FILE).read_text())["tags"]
+
+
+@renamed
 def test_the_card_s_code_loads_a_transformer_of_which_all_was_trained(tiny_edit_plus: Path, tmp_path, loaded) -> None:
     trained = transformer_of(tiny_edit_plus)
     torch.nn.init.ones_(trained.img_in.weight)

@@ -33,13 +33,14 @@ from qie.training.memory import (
     plan_memory,
     tell_memory,
 )
+from qie.training.model.adapter_file import PART
 from qie.training.model.blocks import NOTHING_KEPT, KeptActivations, checkpoint_activations
 from qie.training.model.dual_stream import predict_target
 from qie.training.model.load import empty_transformer
 from qie.training.model.lora import round_adapters
 from qie.training.model.training_forward import use_training_forward
 from tests.conftest import ROOT
-from tests.training.small import GRIDS, IMAGE_TOKENS, LORA_TARGETS, inputs, small_transformer
+from tests.training.small import GRIDS, IMAGE_TOKENS, LOHA, LOKR, LORA_TARGETS, inputs, small_transformer
 
 RELEASED = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 3584}
 TEXT_TOKENS = 60
@@ -133,12 +134,16 @@ def setup_of(transformer, value_bytes: int) -> Setup:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("changes", [{}, {"lora": False}, {"zero_cond_t": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"lora": False}, {"zero_cond_t": True}, {"lora": LOKR}, {"lora": LOHA}],
+    ids=["lora", "all weights", "zero_cond_t", "lokr", "loha"],
+)
 def test_a_block_keeps_what_autograd_keeps(changes, dtype: torch.dtype) -> None:
     def measured(blocks: int) -> tuple[float, Setup]:
         transformer = small_transformer(num_layers=blocks, **changes)
         for name, weight in transformer.named_parameters():
-            weight.data = weight.data if "lora_" in name else weight.data.to(dtype)
+            weight.data = weight.data if PART.search(name) else weight.data.to(dtype)
         if dtype == torch.bfloat16:
             round_adapters(transformer)
         return kept_by_autograd(transformer, dtype), setup_of(transformer, dtype.itemsize)

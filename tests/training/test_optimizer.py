@@ -12,7 +12,14 @@ from safetensors.torch import load, save
 
 from qie.config import OptimizerConfig, SchedulerConfig
 from qie.errors import ConfigError
-from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
+from qie.training.optimizer import (
+    check_optimizer,
+    load_named_state,
+    make_optimizer,
+    make_schedule,
+    named_state,
+    require_rates,
+)
 
 CLASSES = {
     "torch.optim.AdamW": {"lr": 0.1},
@@ -31,6 +38,23 @@ def parameters(order: tuple[str, ...] = ("a", "b", "c")) -> dict[str, torch.nn.P
     return {name: made[name] for name in order}
 
 
+def test_a_pattern_gives_layers_a_rate_of_their_own_and_has_to_be_of_one() -> None:
+    names = ("blocks.0.to_q.lora_A.default.weight", "blocks.0.to_k.lora_A.default.weight", "blocks.0.norm.weight")
+    weights = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in names}
+    section = OptimizerConfig(class_path="torch.optim.SGD", lr_pattern={"to_k": 0.5, r"blocks\.\d\.norm": 0.0})
+    optimizer = make_optimizer(section, weights)
+    schedule = make_schedule(SchedulerConfig(scheduler_type="linear", warmup_steps=0), optimizer, 10)
+    for weight in weights.values():
+        weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert [round(1 - float(weight[0, 0].detach()), 4) for weight in weights.values()] == [1e-4, 0.5, 0.0]
+    schedule.step()
+    assert sorted(schedule.get_last_lr()) == pytest.approx([0.0, 0.9e-4, 0.45])
+    require_rates(section, names)
+    with pytest.raises(ConfigError, match=r"(?s)of no layer.*lr_pattern.*to_kk"):
+        require_rates(OptimizerConfig(lr_pattern={"to_kk": 0.1}), names)
+
+
 def step(optimizer: torch.optim.Optimizer, weights: dict[str, torch.nn.Parameter], number: int) -> None:
     for name, weight in weights.items():
         generator = torch.Generator().manual_seed(1000 * number + ord(name))
@@ -40,7 +64,7 @@ def step(optimizer: torch.optim.Optimizer, weights: dict[str, torch.nn.Parameter
 
 def made(path: str, weights: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
     pytest.importorskip(path.partition(".")[0])
-    return make_optimizer(OptimizerConfig(class_path=path, init_args=CLASSES[path]), list(weights.values()))
+    return make_optimizer(OptimizerConfig(class_path=path, init_args=CLASSES[path]), weights)
 
 
 @pytest.mark.parametrize("path", CLASSES)
@@ -94,13 +118,13 @@ def test_a_state_of_a_parameter_that_is_not_there_is_no_state_of_this_run() -> N
 )
 def test_an_optimizer_that_cannot_be_used_is_refused(path: str, arguments: dict, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        make_optimizer(OptimizerConfig(class_path=path, init_args=arguments), list(parameters().values()))
+        make_optimizer(OptimizerConfig(class_path=path, init_args=arguments), parameters())
 
 
 def test_an_optimizer_that_trains_other_weights_than_it_uses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.optim.SGD, "eval", lambda self: None, raising=False)  # as schedule-free ones have
     with pytest.raises(ConfigError, match="separate weights for training"):
-        make_optimizer(OptimizerConfig(class_path="torch.optim.SGD"), list(parameters().values()))
+        make_optimizer(OptimizerConfig(class_path="torch.optim.SGD"), parameters())
 
 
 @pytest.mark.parametrize(
@@ -133,7 +157,7 @@ def test_a_module_in_the_working_directory_is_not_imported(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ConfigError, match="not in an installed package") as caught:
-        make_optimizer(OptimizerConfig(class_path=f"{name}.Adam"), list(parameters().values()))
+        make_optimizer(OptimizerConfig(class_path=f"{name}.Adam"), parameters())
     assert (caught.value.where, caught.value.found) == ("optimizer.class_path", f"{name}.Adam")
     with pytest.raises(ConfigError, match="not in an installed package"):
         rates(SchedulerConfig(class_path=f"{name}.Adam"))

@@ -19,6 +19,10 @@ underscores, it knows those of Qwen-Image alone.
 **DoRA** has no such file. ComfyUI divides by the length of the base model's rows, not of the changed ones as DoRA does
 (comfy/weight_adapter/base.py, `weight_decompose`), and diffusers drops `dora_scale`: neither would compute what was
 trained. A DoRA is exported for diffusers, or merged.
+
+**LoKr and LoHa** lie in peft's own two files, since diffusers has no loader for them but peft. ComfyUI reads their
+factors by peft's names, `<layer>.lokr_w1` or `.hada_w1_a`, and takes alpha / r only where a factor is itself a product
+(comfy/weight_adapter/lokr.py, loha.py): an export multiplies the scale into the first factor.
 """
 
 from __future__ import annotations
@@ -51,6 +55,24 @@ ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."
 """diffusers puts it before the name of a tensor of the transformer."""
 
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""What peft's own loader reads: a LoKr or LoHa."""
+PEFT_PREFIX = "base_model.model."
+"""peft puts it before the name of a tensor of the transformer."""
+
+PART = re.compile(r"\.(?=(lora|lokr|hada)_)")
+"""Ends the name of a layer, and begins that of a tensor of its adapter."""
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter is of, or is an adapter's of: `transformer_blocks.0.attn.to_q`."""
+    layer = PART.split(name)[0]
+    return layer if layer != name else name.rpartition(".")[0]
+
+
+KINDS = {"LORA": "LoRA", "LOKR": "LoKr", "LOHA": "LoHa"}
+"""What people call a type of peft's."""
+
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -67,6 +89,11 @@ class AdapterFile:
     file: Path
     tensors: dict[str, torch.Tensor]
     metadata: dict[str, Any] | None
+
+    @property
+    def kind(self) -> str:
+        """A key of `KINDS`."""
+        return "LORA" if self.metadata is None else kind_of(self.metadata)
 
     @property
     def settings(self) -> dict[str, Any] | None:
@@ -88,12 +115,13 @@ class AdapterFile:
         if self.metadata is None:  # the scale is 1, or was multiplied into the factors
             return float(rank)
         alphas = self.metadata.get("alpha_pattern") or {}
-        alpha = float(alphas.get(get_pattern_key(alphas, layer), self.metadata["lora_alpha"]))
+        alpha = float(alphas.get(get_pattern_key(alphas, layer), _alpha_of(self.metadata)))
         return alpha * math.sqrt(rank) if self.metadata.get("use_rslora") else alpha
 
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _SCALE = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias")
+_NOT_LORA = ("alpha", "decompose_factor", "decompose_both")
 _LAYERS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 
 
@@ -104,14 +132,30 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     fields that are off are left out, too. Empty patterns stay: diffusers 0.35 to 0.39 look them up without asking. Sets
     have no order of their own: sorted, equal adapters are equal files.
     """
-    known = {name: config[name] for name in _SCALE + _LAYERS if config.get(name)}
+    known = {name: config[name] for name in _SCALE + _NOT_LORA + _LAYERS if config.get(name)}
+    if (kind := kind_of(config)) != "LORA":
+        known["peft_type"] = kind
     known |= {name: config.get(name) or {} for name in _PATTERNS}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in known.items()}
 
 
+def kind_of(config: Mapping[str, Any]) -> str:
+    """The type of a configuration of peft: a key of `KINDS`. Without one it is of a LoRA."""
+    return str(getattr(kind := config.get("peft_type") or "LORA", "value", kind))
+
+
 def scale_of(config: Mapping[str, Any]) -> float:
-    """lora_alpha / r, or lora_alpha / √r of rank-stabilised LoRA (arXiv:2312.03732), of a configuration of peft."""
-    return float(config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"]))
+    """alpha / r, or alpha / √r of rank-stabilised LoRA (arXiv:2312.03732), of a configuration of peft."""
+    return float(_alpha_of(config) / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"]))
+
+
+def _alpha_of(config: Mapping[str, Any]) -> float:
+    return float(config["lora_alpha" if kind_of(config) == "LORA" else "alpha"])
+
+
+def adapter_in(folder: Path) -> Path | None:
+    """The adapter's file in a folder such as a checkpoint; None if there is none."""
+    return next((folder / name for name in (ADAPTER_FILE, PEFT_FILE) if (folder / name).is_file()), None)
 
 
 def read_adapter(path: Path, key: str) -> AdapterFile:
@@ -122,16 +166,21 @@ def read_adapter(path: Path, key: str) -> AdapterFile:
     Raises:
         ConfigError: the adapter is missing, or cannot be read; names `key`, the place in the configuration.
     """
-    file = path / ADAPTER_FILE if path.is_dir() else path
-    if not file.is_file():
+    file = adapter_in(path) if path.is_dir() else path
+    if file is None or not file.is_file():
         raise ConfigError(
-            "no such adapter", where=key, expected=f"a .safetensors file, or a folder with {ADAPTER_FILE}", found=path
+            "no such adapter",
+            where=key,
+            expected=f"a .safetensors file, or a folder with {ADAPTER_FILE} or {PEFT_FILE}",
+            found=path,
         )
     with explained_adapter("the adapter cannot be read", file, key):
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())
         if any(name.endswith("dora_scale") for name in names):
             raise ValueError("a DoRA in a format that diffusers reads only in part")
+        if any((part := PART.search(name)) and part[1] != "lora" for name in names):
+            return _read_peft(file)
         dotted = _dotted(names)
         given = {dotted[name]: tensor for name, tensor in load_file(file).items()} if dotted else str(file.parent)
         tensors, metadata = QwenImageEditPipeline.lora_state_dict(
@@ -143,6 +192,21 @@ def read_adapter(path: Path, key: str) -> AdapterFile:
         with explained_adapter("the adapter's metadata cannot be read", file, key):
             scale_of(metadata)
     return AdapterFile(file, tensors, metadata)
+
+
+def _read_peft(file: Path) -> AdapterFile:
+    """A LoKr or LoHa as `save_adapter` writes it. Raises ValueError for one of another program."""
+    tensors = load_file(file)
+    if other := sorted(name for name in tensors if not name.startswith(PEFT_PREFIX)):
+        raise ValueError(f"{other[0]} is no name of peft's: a LoKr or LoHa of another program")
+    config = file.with_name(PEFT_CONFIG)
+    if not config.is_file():
+        raise ValueError(f"{PEFT_CONFIG}, which says how its factors are scaled, is not beside it")
+    metadata = json.loads(config.read_text(encoding="utf-8"))
+    if not isinstance(metadata, dict) or kind_of(metadata) not in KINDS:
+        raise ValueError(f"{PEFT_CONFIG} is not of a LoKr or LoHa")
+    scale_of(metadata)
+    return AdapterFile(file, {name.removeprefix(PEFT_PREFIX): value for name, value in tensors.items()}, metadata)
 
 
 _FLAT = "lora_unet_"
@@ -204,20 +268,20 @@ def find_adapter(place: Path) -> Path:
     """
     if place.is_file():
         return place
-    if (place / ADAPTER_FILE).is_file():
-        return place / ADAPTER_FILE
+    if found := adapter_in(place):
+        return found
     try:
-        latest = find_checkpoint("latest", place) / ADAPTER_FILE
+        latest = find_checkpoint("latest", place)
     except UsageError:
         latest = None
-    if latest is None or not latest.is_file():
+    if latest is None or (found := adapter_in(latest)) is None:
         raise UsageError(
             "no adapter found",
             where=latest or place,
-            expected=f"a .safetensors file, or a folder with {ADAPTER_FILE} or checkpoint-NNNNNN in it",
+            expected=f"a .safetensors file, or a folder with {ADAPTER_FILE}, {PEFT_FILE} or checkpoint-NNNNNN in it",
             hint="a run that trained all weights has no adapter, but the whole transformer" if latest else None,
         )
-    return latest
+    return found
 
 
 def check_adapters(transformer: QwenImageTransformer2DModel, adapters: Sequence[AdapterConfig], key: str) -> None:
@@ -242,13 +306,34 @@ def _misfits(lora: AdapterFile, linears: dict[str, torch.nn.Linear]) -> Iterator
     if not lora.tensors:
         yield "it has none"
     for name, tensor in sorted(lora.tensors.items()):
-        module, _, part = name.partition(".lora_")
+        module, kind, part = PART.split(name)
         if module not in linears:
             yield f"the model has no layer {module}"
-            continue
-        side, features = (1, linears[module].in_features) if part.startswith("A") else (0, linears[module].out_features)
-        if tensor.ndim > 2 or tensor.ndim <= side or tensor.shape[side] != features:
-            yield f"{name} is {list(tensor.shape)}, and the layer has {features} features on that side"
+        elif kind == "lora":
+            reads = part.startswith("lora_A")
+            side, features = (1, linears[module].in_features) if reads else (0, linears[module].out_features)
+            if tensor.ndim > 2 or tensor.ndim <= side or tensor.shape[side] != features:
+                yield f"{name} is {list(tensor.shape)}, and the layer has {features} features on that side"
+    if lora.kind != "LORA":
+        for layer, parts in _layers(lora.tensors).items():
+            found = _size_of_change(parts)
+            if layer in linears and found != tuple(linears[layer].weight.shape):
+                yield f"it changes {found} numbers of {layer}, which has {tuple(linears[layer].weight.shape)}"
+
+
+def _size_of_change(parts: Mapping[str, torch.Tensor]) -> tuple[int, int] | None:
+    """Of a LoKr's or LoHa's layer: rows and columns; None if factors are missing or are no matrices."""
+    try:
+        if "hada_w1_a" in parts:
+            return parts["hada_w1_a"].shape[0], parts["hada_w1_b"].shape[1]
+        rows, columns = 1, 1
+        for factor in ("lokr_w1", "lokr_w2"):
+            whole = parts.get(factor)
+            rows *= (parts[f"{factor}_a"] if whole is None else whole).shape[0]
+            columns *= (parts[f"{factor}_b"] if whole is None else whole).shape[1]
+    except (KeyError, IndexError):
+        return None
+    return rows, columns
 
 
 def export_adapter(place: Path, output: Path, format: Format, dtype: torch.dtype | None = None) -> None:
@@ -269,7 +354,14 @@ def export_adapter(place: Path, output: Path, format: Format, dtype: torch.dtype
     lora = read_adapter(find_adapter(place), "the path of the adapter")
     metadata = {"format": "pt"}
     if format == "comfyui":
-        tensors = _comfyui_tensors(lora)
+        tensors = _comfyui_tensors(lora) if lora.kind == "LORA" else _comfyui_others(lora)
+    elif lora.kind != "LORA":
+        raise UsageError(
+            f"diffusers has no file for a {KINDS[lora.kind]}: it reads one through peft",
+            where=lora.file,
+            expected="--format comfyui, or --merge",
+            hint=f"peft reads {PEFT_FILE} and {PEFT_CONFIG} in the checkpoint; its README.md has the lines",
+        )
     else:
         tensors = {PREFIX + name: tensor for name, tensor in lora.tensors.items()}
         if settings := lora.settings:
@@ -300,6 +392,41 @@ def _comfyui_tensors(lora: AdapterFile) -> dict[str, torch.Tensor]:
         tensors[f"diffusion_model.{layer}.lora_up.weight"] = up
         tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(alpha)
     return tensors
+
+
+def _comfyui_others(lora: AdapterFile) -> dict[str, torch.Tensor]:
+    """Of a LoKr or LoHa: the factors, of which the first has the scale."""
+    assert lora.metadata is not None
+    if joined := sorted(name for name in lora.tensors if any(f"{half}." in name for half in _HALVES)):
+        raise UsageError(
+            f"ComfyUI has one layer where the {KINDS[lora.kind]} has two",
+            where=lora.file,
+            found=joined[0],
+            hint="merge it into the model",
+        )
+    tensors = {}
+    for layer, parts in _layers(lora.tensors).items():
+        rank = _rank_of(lora.metadata, layer)
+        first = min(parts)
+        scaled = parts[first].float() * (lora.alpha_of(layer, rank) / rank)
+        for part, tensor in (parts | {first: scaled.to(parts[first].dtype)}).items():
+            tensors[f"diffusion_model.{layer}.{part}"] = tensor
+        tensors[f"diffusion_model.{layer}.alpha"] = torch.tensor(float(rank))
+    return tensors
+
+
+def _layers(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of each layer, by the names that its adapter gives them."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer, _, part = PART.split(name)
+        found.setdefault(layer, {})[part] = tensor
+    return found
+
+
+def _rank_of(metadata: Mapping[str, Any], layer: str) -> int:
+    ranks = metadata.get("rank_pattern") or {}
+    return int(ranks.get(get_pattern_key(ranks, layer), metadata["r"]))
 
 
 class _Factors(NamedTuple):

@@ -17,7 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from qie.config import Quantization
 from qie.errors import ConfigError, UsageError
 from qie.pretrained import PretrainedModel, loading, read_json
-from qie.training.model.adapter_file import ADAPTER_FILE
+from qie.training.model.adapter_file import adapter_in
 from qie.training.model.blocks import offloaded_blocks
 from qie.training.model.fp8 import require_fp8_products
 from qie.training.model.quantize import is_quantized, quantize_blocks
@@ -160,7 +160,7 @@ def open_transformer(folder: Path, base: PretrainedModel) -> PretrainedModel:
     """
     folder = folder.parent if folder.name == TRANSFORMER_FOLDER else folder
     if not (folder / TRANSFORMER_FOLDER / "config.json").is_file():
-        is_adapter = (folder / ADAPTER_FILE).is_file()
+        is_adapter = adapter_in(folder) is not None
         raise UsageError(
             "no transformer in this folder",
             where=folder,

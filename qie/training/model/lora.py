@@ -16,10 +16,12 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.training_utils import cast_training_params
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
+from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -30,14 +32,22 @@ from qie.paths import local_path
 from qie.pretrained import PretrainedModel, loading
 from qie.training.model.adapter_file import (
     ADAPTER_FILE,
+    KINDS,
+    PART,
+    PEFT_CONFIG,
+    PEFT_FILE,
+    PEFT_PREFIX,
     PREFIX,
     AdapterFile,
+    adapter_in,
     explained_adapter,
     find_adapter,
+    kind_of,
     read_adapter,
     scale_of,
     settings_of,
 )
+from qie.training.model.kronecker import use_own_products
 from qie.training.model.linear import SameLinear
 from qie.training.model.load import load_transformer
 from qie.training.model.sharding import all_whole, fill, keep_from_ddp
@@ -63,27 +73,18 @@ def add_lora(
             missing, or is not such an adapter.
     """
     _require_targets(transformer, section.target_modules)
-    if section.init_lora_weights == "orthogonal" and section.r % 2:
-        raise ConfigError("orthogonal initialization needs an even rank", where="model.lora.r", found=section.r)
-    config = LoraConfig(
-        r=section.r,
-        lora_alpha=section.lora_alpha,
-        lora_dropout=section.lora_dropout,
-        target_modules=section.target_modules,
-        use_rslora=section.use_rslora,
-        use_dora=section.use_dora,
-        init_lora_weights="gaussian" if section.init_lora_weights == "gaussian" else True,
-    )
+    config = _configured(section)
     with _seeded(seed):
         try:
-            transformer.add_adapter(config, _TRAINED)
-        except (ValueError, re.error) as error:
+            _add(transformer, config, _TRAINED, "model.lora.kind")
+        except (TypeError, ValueError, re.error) as error:
             raise ConfigError(
                 "the LoRA targets do not fit the transformer",
                 where="model.lora.target_modules",
                 found=f"{section.target_modules}: {' '.join(str(error).split())[:200]}",
                 hint="an expression must match the full names of linear layers, and nothing else: .*attn.to_q",
             ) from error
+        _require_patterns(transformer, section)
         _activate(transformer)
         cast_training_params(transformer, dtype=dtype)
         for layer in transformer.modules():
@@ -91,6 +92,75 @@ def add_lora(
                 _initialise(layer, section)
     if section.continue_from is not None:
         _continue_from(transformer, section, local_path(section.continue_from))
+
+
+def _configured(section: LoraSection) -> PeftConfig:
+    common: dict[str, Any] = {
+        "r": section.r,
+        "target_modules": section.target_modules,
+        "rank_pattern": dict(section.rank_pattern),
+        "alpha_pattern": dict(section.alpha_pattern),
+    }
+    if section.kind == "loha":
+        return LoHaConfig(**common, alpha=section.lora_alpha)
+    if section.kind == "lokr":
+        return LoKrConfig(
+            **common,
+            alpha=section.lora_alpha,
+            decompose_both=section.decompose_both,
+            decompose_factor=section.decompose_factor or -1,
+            init_weights="lycoris",  # the second matrix, not the small first one, is zero
+        )
+    ranks = {section.r, *section.rank_pattern.values()}
+    if section.init_lora_weights == "orthogonal" and any(rank % 2 for rank in ranks):
+        raise ConfigError("orthogonal initialization needs an even rank", where="model.lora.r", found=sorted(ranks))
+    return LoraConfig(
+        **common,
+        lora_alpha=section.lora_alpha,
+        lora_dropout=section.lora_dropout,
+        use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
+        init_lora_weights="gaussian" if section.init_lora_weights == "gaussian" else True,
+    )
+
+
+def _peft_config(adapter: AdapterFile) -> PeftConfig:
+    """Of a LoKr or LoHa. Raises TypeError when its file has a field that this peft does not know."""
+    fields = {name: value for name, value in (adapter.settings or {}).items() if name != "peft_type"}
+    return {"LOKR": LoKrConfig, "LOHA": LoHaConfig}[adapter.kind](**fields)
+
+
+def _add(transformer: QwenImageTransformer2DModel, config: PeftConfig, name: str, key: str) -> None:
+    """Add an adapter without its values."""
+    _require_one_kind(transformer, kind_of(config.to_dict()), key)
+    transformer.add_adapter(config, name)
+    use_own_products(transformer)
+
+
+def _require_one_kind(transformer: QwenImageTransformer2DModel, kind: str, key: str) -> None:
+    others = {kind_of(other.to_dict()) for other in getattr(transformer, "peft_config", {}).values()} - {kind}
+    if others:
+        raise ConfigError(
+            "adapters of several kinds cannot be on one transformer",
+            where=key,
+            expected=f"each a {KINDS[others.pop()]}",
+            found=f"a {KINDS[kind]}",
+            hint="merge one into the model by qie export --merge, and name the result as the model",
+        )
+
+
+def _require_patterns(transformer: QwenImageTransformer2DModel, section: LoraSection) -> None:
+    """Raise ConfigError for a pattern that is of no adapted layer."""
+    names = [name for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)]
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(section, field):
+            if not any(get_pattern_key([pattern], name) == pattern for name in names):
+                raise ConfigError(
+                    "a pattern is of no layer that has an adapter",
+                    where=f"model.lora.{field}",
+                    expected=f"the end of a name such as {names[0]}, or an expression for it",
+                    found=pattern,
+                )
 
 
 def add_frozen_adapters(transformer: QwenImageTransformer2DModel, adapters: Sequence[AdapterConfig]) -> None:
@@ -137,6 +207,8 @@ def round_adapters(transformer: QwenImageTransformer2DModel) -> None:
             for parts in (layer.lora_A, layer.lora_B):
                 for name, linear in list(parts.items()):
                     parts[name] = _RoundedLinear.of(linear)
+        elif isinstance(layer, LycorisLayer):
+            layer.cast_input_dtype_enabled = False  # which its products heed
 
 
 class _RoundedLinear(SameLinear):
@@ -159,7 +231,7 @@ def adapter_tensors(
         adapter: by default the one that is trained.
     """
     if values is None:
-        values = {name: tensor.detach() for name, tensor in transformer.named_parameters() if ".lora_" in name}
+        values = {name: tensor.detach() for name, tensor in transformer.named_parameters() if PART.search(name)}
     return dict(get_peft_model_state_dict(transformer, dict(values), adapter))
 
 
@@ -167,15 +239,22 @@ def save_adapter(
     transformer: QwenImageTransformer2DModel, folder: Path, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> None:
     """Write the adapter in diffusers' format: `pipe.load_lora_weights(folder)` loads it, scale and kind included.
+    A LoKr or LoHa in peft's: `PeftModel.from_pretrained(pipe.transformer, folder)` loads it.
 
     Args:
         transformer: has the adapter.
         folder: gets the file.
         tensors: by their names in a file, whole; None: those of the adapter, for which every process has to ask.
     """
-    settings = settings_of(transformer.peft_config[_TRAINED].to_dict())
+    config = transformer.peft_config[_TRAINED].to_dict()
+    settings = settings_of(config)
     metadata = {PREFIX + name: value for name, value in settings.items()}
     found = all_whole(adapter_tensors(transformer), wanted=True) if tensors is None else tensors
+    if kind_of(config) != "LORA":
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in found.items()}, folder / PEFT_FILE)
+        (folder / PEFT_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return
     # Not `save_lora_weights`: that adds a second entry, and safetensors writes entries in an order that varies.
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
@@ -191,8 +270,9 @@ def load_adapter(mine: Mapping[str, torch.Tensor], folder: Path) -> None:
     Raises:
         QieError: the file's tensors are not those of this adapter.
     """
-    file = folder / ADAPTER_FILE
-    saved = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(file).items()}
+    file = adapter_in(folder) or folder / ADAPTER_FILE
+    prefix = PREFIX if file.name == ADAPTER_FILE else PEFT_PREFIX
+    saved = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
     if difference := _difference(saved, mine):
         raise QieError(
             "the saved adapter and this run's have different tensors",
@@ -209,6 +289,8 @@ def _continue_from(transformer: QwenImageTransformer2DModel, section: LoraSectio
     mine = adapter_tensors(transformer)
     ours, theirs = scale_of(transformer.peft_config[_TRAINED].to_dict()), lora.scale
     difference = _difference(lora.tensors, mine)
+    if section.alpha_pattern and (lora.metadata or {}).get("alpha_pattern") == section.alpha_pattern:
+        theirs = scale_of(lora.metadata or {})
     if not difference and (theirs is None or abs(ours - theirs) > 1e-6 * abs(ours)):
         difference = f"it is scaled by {'several numbers' if theirs is None else format(theirs, 'g')}"
     if difference:
@@ -261,7 +343,7 @@ def _activate(transformer: QwenImageTransformer2DModel) -> None:
     names = list(transformer.peft_config)
     transformer.set_adapter(names)
     for name, parameter in transformer.named_parameters():
-        parameter.requires_grad_(".lora_" in name and f".{_TRAINED}." in name)
+        parameter.requires_grad_(bool(PART.search(name)) and f".{_TRAINED}." in f"{name}.")
     keep_from_ddp(transformer, [name for name, weight in transformer.named_parameters() if not weight.requires_grad])
 
 
@@ -289,9 +371,14 @@ def _attach(transformer: QwenImageTransformer2DModel, lora: AdapterFile, name: s
     """
     modules = {name for name, _ in transformer.named_modules()}
     with _seeded(0), explained_adapter("the adapter does not fit this model", lora.file, key):
-        if foreign := sorted(tensor for tensor in lora.tensors if tensor.partition(".lora_")[0] not in modules):
+        if foreign := sorted(tensor for tensor in lora.tensors if PART.split(tensor)[0] not in modules):
             raise ValueError(f"{len(foreign)} of {len(lora.tensors)} tensors have no layer, such as {foreign[0]}")
-        transformer.load_lora_adapter(lora.tensors, prefix=None, adapter_name=name, metadata=lora.settings)
+        if lora.kind == "LORA":
+            _require_one_kind(transformer, lora.kind, key)
+            transformer.load_lora_adapter(lora.tensors, prefix=None, adapter_name=name, metadata=lora.settings)
+        else:
+            _add(transformer, _peft_config(lora), name, key)
+            set_peft_model_state_dict(transformer, lora.tensors, adapter_name=name)
         if other := sorted(adapter_tensors(transformer, adapter=name).keys() ^ lora.tensors.keys()):
             raise ValueError(f"{len(other)} tensors that only one of both has, such as {other[0]}")
 
@@ -302,6 +389,7 @@ def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
+        warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
         torch.default_generator.manual_seed(seed)
         yield
 

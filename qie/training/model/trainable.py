@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from qie.config import Config
 from qie.pretrained import PretrainedModel
 from qie.training.checkpoint_folders import explained_damage
-from qie.training.model.adapter_file import ADAPTER_FILE
+from qie.training.model.adapter_file import ADAPTER_FILE, adapter_in
 from qie.training.model.blocks import NOTHING_KEPT, KeptActivations, checkpoint_activations, compile_blocks
 from qie.training.model.ema import Ema
 from qie.training.model.load import (
@@ -175,7 +175,8 @@ class TrainableModel:
             QieError: the checkpoint is damaged, or of another adapter; names the file.
         """
         for group, values in self._groups().items():
-            place, name = _place(folder, group), ADAPTER_FILE if self._lora else TRANSFORMER_FOLDER
+            place = _place(folder, group)
+            name = (adapter_in(place) or Path(ADAPTER_FILE)).name if self._lora else TRANSFORMER_FOLDER
             if group == TRAINED and not self._lora and folder == self._weights:
                 continue  # already loaded by the constructor
             with explained_damage(folder, EMA if group == EMA else name):

@@ -31,7 +31,7 @@ from qie.families import FAMILIES
 from qie.paths import local_path
 from qie.pretrained import PretrainedModel
 from qie.stores import LocalFolder
-from qie.training.model.adapter_file import ADAPTER_FILE
+from qie.training.model.adapter_file import ADAPTER_FILE, KINDS
 from qie.training.reporting.metrics import METRICS_FILE, read_metrics
 
 RUN_FILE = "run.json"
@@ -45,7 +45,11 @@ _HIDDEN = "***"
 # A README.md without it is someone's own, and stays.
 _MARK = "<!-- Written by qie-train, and written again at each of its checkpoints as long as this line is in it. -->"
 
-_FOR_COMFYUI = """ ComfyUI ignores the scale in this file; `qie export` writes a file for ComfyUI."""
+_FOR_COMFYUI = {
+    True: " ComfyUI ignores the scale in this file; `qie export` writes a file for ComfyUI.",
+    False: " `qie export` writes a file for ComfyUI.",
+}
+"""Of a LoRA, and of another adapter."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,8 @@ def write_card(folder: Path, report: RunReport, license: str | None = None) -> N
 
 def card_text(report: RunReport, *, on_hub: bool, license: str | None = None) -> str:
     """The model card: a YAML front matter, then Markdown. `on_hub`: `base_model` is a name there, to be linked to."""
-    adapter = (report.config.get("model") or {}).get("lora") is not None
+    lora = (report.config.get("model") or {}).get("lora")
+    adapter, kind = lora is not None, (lora or {}).get("kind") or "lora"
     edits, family = report.most_controls > 0, FAMILIES[report.family]
     front = ModelCardData(
         base_model=report.base_model if on_hub else None,
@@ -238,10 +243,10 @@ def card_text(report: RunReport, *, on_hub: bool, license: str | None = None) ->
         tags=[
             *(["image-editing"] if edits else []),
             *([family.hub_tag, "qie"]),
-            *(["lora", "peft"] if adapter else []),
+            *([kind, "peft"] if adapter else []),
         ],
     )
-    title = f"{'LoRA of' if adapter else 'Fine-tuned'} {_code(report.base_model)}"
+    title = f"{KINDS[kind.upper()] + ' of' if adapter else 'Fine-tuned'} {_code(report.base_model)}"
     rows = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in _facts(report).items())
     config = yaml.safe_dump(_public(report.config), sort_keys=False, allow_unicode=True, width=120)
     config = config.replace("${", "$${")  # else `load_config` would read a reference to the environment
@@ -255,9 +260,9 @@ def card_text(report: RunReport, *, on_hub: bool, license: str | None = None) ->
 
 Load it with diffusers. `"."` is the folder of this page; to load it from the Hub, write the name of the repository:
 
-{_block("python", _snippet(report, adapter))}
+{_block("python", _snippet(report, kind if adapter else None))}
 
-{_usage(report)}{_FOR_COMFYUI if adapter else ""}
+{_usage(report)}{_FOR_COMFYUI[kind == "lora"] if adapter else ""}
 
 | | |
 |---|---|
@@ -269,10 +274,19 @@ Load it with diffusers. `"."` is the folder of this page; to load it from the Hu
 """
 
 
-def _snippet(report: RunReport, adapter: bool) -> str:
-    pipeline, kind = FAMILIES[report.family].pipeline, FAMILIES[report.family].transformer
+def _snippet(report: RunReport, kind: str | None) -> str:
+    """Of an adapter of some kind, or of a transformer of which all was trained."""
+    pipeline, transformer = FAMILIES[report.family].pipeline, FAMILIES[report.family].transformer
     base, dtype = json.dumps(report.base_model, ensure_ascii=False), "torch_dtype=torch.bfloat16"
-    if adapter:
+    if kind in ("lokr", "loha"):
+        return f"""import torch
+from diffusers import {pipeline}
+from peft import PeftModel
+
+pipe = {pipeline}.from_pretrained({base}, {dtype})
+pipe.transformer = PeftModel.from_pretrained(pipe.transformer, ".").merge_and_unload()
+"""
+    if kind:
         return f"""import torch
 from diffusers import {pipeline}
 
@@ -280,9 +294,9 @@ pipe = {pipeline}.from_pretrained({base}, {dtype})
 pipe.load_lora_weights(".", weight_name="{ADAPTER_FILE}")
 """
     return f"""import torch
-from diffusers import {pipeline}, {kind}
+from diffusers import {pipeline}, {transformer}
 
-transformer = {kind}.from_pretrained(".", subfolder="transformer", {dtype})
+transformer = {transformer}.from_pretrained(".", subfolder="transformer", {dtype})
 pipe = {pipeline}.from_pretrained({base}, transformer=transformer, {dtype})
 """
 
