@@ -300,7 +300,7 @@ def test_arguments_that_no_tensor_or_file_can_hold_are_refused(file: Path, argum
 
 
 def test_where_a_section_is_due_its_keys_are_said(file: Path) -> None:
-    assert str(refusal(file, "", "model.lora=16").expected).startswith("a section with keys of r, lora_alpha, ")
+    assert str(refusal(file, "", "model.lora=16").expected).startswith("a section with keys of kind, r, lora_alpha, ")
 
 
 @pytest.mark.parametrize(

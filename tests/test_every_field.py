@@ -89,6 +89,7 @@ WAYS: dict[str, dict[str, str]] = {
         "cache.keep.latents": "cpu",
         "logging.report_to": "[tensorboard]",
         "cache.local_dir": "{work}/local",
+        "model.lora.kind": "lokr",
         "cache.accept_recipe": "true",
         "data.background": "black",
     },
