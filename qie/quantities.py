@@ -17,6 +17,15 @@ def human_count(count: int, unit: str) -> str:
     return f"{count:,} {unit}{'' if count == 1 else 's'}"
 
 
+def human_number(count: float) -> str:
+    """1536000 -> '1.5 M'."""
+    for unit in ("", " k", " M"):
+        if count < 1000:
+            return f"{count:.{1 if unit else 0}f}{unit}"
+        count /= 1000
+    return f"{count:.1f} B"
+
+
 def human_time(seconds: float) -> str:
     """4000 -> '1 h 6 min'."""
     minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400

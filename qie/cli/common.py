@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +23,9 @@ from qie.cli.terminal import echo
 
 PATH_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 """Errors of a path that the user gave, rather than of the machine."""
+
+TYPED = "qie.typed"
+"""The words that a command was called with, among what click keeps of a call."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -45,6 +48,7 @@ class Command(click.Command):
     """A command that answers options of earlier programs, and keys of the configuration, with their replacement."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[TYPED] = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -65,6 +69,18 @@ class Command(click.Command):
         if ctx.parent is None:
             return text
         return re.sub(r"\bqie-(\s*)(precompute|stats|train|predict)\b", lambda m: f"qie{m[1] or ' '}{m[2]}", text)
+
+
+def typed_again(command: str, flags: Sequence[str] = (), options: Sequence[str] = ()) -> list[str]:
+    """The command that is running, as it was typed, less some flags and options with their values."""
+    words, kept = list(click.get_current_context().meta[TYPED]), ["qie", command]
+    while words:
+        word = words.pop(0)
+        if word in options:
+            del words[:1]
+        elif word not in flags and word.partition("=")[0] not in options:
+            kept.append(word)
+    return kept
 
 
 def explained(command: Function) -> Function:

@@ -41,6 +41,7 @@ class Progress:
         """Start with `done` of `total` units done before."""
         self._before, self._done, self._total, self._started = done, done, total, time.monotonic()
         if self._bar is not None:
+            self._bar.notes = ()
             self._bar.reset(total)
             self._bar.initial = self._bar.n = self._bar.last_print_n = done
 
@@ -59,6 +60,6 @@ class Progress:
         self._done = done
 
     def say(self, line: str) -> None:
-        """A line that stays, above the bar; nothing when quiet."""
-        if not self._quiet:
+        """A line that stays, above the bar; when quiet, only a warning."""
+        if not self._quiet or line.startswith("warning: "):
             echo(line, err=True)

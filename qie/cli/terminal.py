@@ -93,6 +93,28 @@ def warn(text: object) -> None:
     echo(f"warning: {text}", err=True)
 
 
+class Warnings:
+    """Warnings of the beginning, which are gathered until the summary has been shown. Later ones are shown at once."""
+
+    def __init__(self) -> None:
+        self._gathered: list[str] | None = []
+
+    def warn(self, text: str) -> None:
+        """Gather a warning, or show it."""
+        if self._gathered is None:
+            warn(text)
+        else:
+            self._gathered.append(text)
+
+    def show(self, most: int = 20) -> None:
+        """Show what was gathered."""
+        gathered, self._gathered = self._gathered or [], None
+        for text in gathered[:most]:
+            warn(text)
+        if len(gathered) > most:
+            warn(f"… and {len(gathered) - most} more")
+
+
 def tell_next(*words: str, rest: str = "", quiet: bool = False) -> None:
     """The closing line: the command to type now. `rest` is shown as it is, for what only the user can fill in."""
     if not quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -9,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, FiniteRange, config_option, explained, quiet_option, set_option
+from qie.cli.common import Command, FiniteRange, config_option, explained, quiet_option, set_option, typed_again
 from qie.cli.progress import Progress
-from qie.cli.terminal import echo
+from qie.cli.terminal import Warnings, echo, tell_next, tell_summary
+
+GENERATES = ("model.", "data.", "cache.compute_dtype", "predict.")
+"""Beginnings of the keys of a configuration that count for what a trained model generates, too."""
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
     from qie.config import Config
     from qie.pretrained import PretrainedModel
     from qie.stream_chooser import Telling
-    from qie.training.loop import Listener
+    from qie.training.loop import Listener, Outcome
     from qie.training.run import SampleGenerator
 
 
@@ -99,13 +103,15 @@ def _dry_run(
     accelerator, choice = open_accelerator(config), choose(config, shards, follow=follow)
     # Rows without shards would be encoded live, which takes the encoders; a writer's shards are not all there yet.
     there = choice.kind == "shards" and (choice.named or chosen_indexes(choice, or_none=True))
-    with _told(quiet or not accelerator.is_main_process) as telling:
+    with _told(quiet or not accelerator.is_main_process, Warnings()) as telling:
         opening = open_training_stream(config, pretrained, accelerator, *shards, telling=telling) if there else None
         with opening or nullcontext() as stream:
             found = forecast(config, pretrained, stream, accelerator, gpu=gpu, vram_gb=vram)
     if accelerator.is_main_process:
         echo(*found.lines())
     found.require_memory()
+    if accelerator.is_main_process and gpu is None and vram is None:
+        tell_next(*typed_again("train", flags=["--dry-run"]), quiet=quiet)
 
 
 def _train(
@@ -128,9 +134,10 @@ def _train(
     main_process = accelerator.is_main_process
     if main_process:
         find_resume(resume, local_path(config.train.output_dir))  # before rows are looked at
+    warnings = Warnings()
     with (
         _interruptible(),
-        _told(quiet or not main_process) as telling,
+        _told(quiet or not main_process, warnings) as telling,
         open_training_stream(config, pretrained, accelerator, *shards, follow=follow, telling=telling) as stream,
         Progress("training", config.train.max_steps, "steps", quiet=quiet or not main_process) as progress,
     ):
@@ -142,11 +149,26 @@ def _train(
             resume=resume,
             generate_samples=_generator(config, accelerator),
             other_samples=LaterSamples(config, accelerator.device),
-            callbacks=[_listener(progress, local_path(config.train.output_dir))],
+            callbacks=[_listener(progress, local_path(config.train.output_dir), warnings, quiet)],
         )
     if main_process:
         state = "stopped" if outcome.interrupted else "done"
         echo(f"{state} after {outcome.step} steps; weights and state in {outcome.checkpoint}")
+        _tell_next(config, outcome, accelerator.num_processes, quiet)
+
+
+def _tell_next(config: Config, outcome: Outcome, processes: int, quiet: bool) -> None:
+    """To resume what was stopped, or to make a picture with what was trained."""
+    if not outcome.interrupted:
+        typed = click.get_current_context().params
+        sets = [word for text in typed["overrides"] if text.startswith(GENERATES) for word in ("--set", text)]
+        weights = "--lora" if config.model.lora else "--transformer"
+        words = ["qie", "predict", "--config", typed["config_path"], *sets, weights, str(outcome.checkpoint)]
+        tell_next(*words, rest='--image in.png --prompt "…" --output out.png', quiet=quiet)
+    elif processes == 1:
+        tell_next(*typed_again("train", options=["--resume"]), "--resume", "latest", quiet=quiet)
+    else:  # the launcher's words are not known here
+        tell_next(rest="the same command with --resume latest", quiet=quiet)
 
 
 def _generator(config: Config, accelerator: Accelerator) -> SampleGenerator | None:
@@ -170,8 +192,8 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _told(quiet: bool) -> Iterator[Telling]:
-    """Progress while rows are checked, and lines; those that matter are shown with --quiet, too."""
+def _told(quiet: bool, warnings: Warnings) -> Iterator[Telling]:
+    """Progress while rows are checked, and lines; warnings are shown with --quiet, too, and if there is no summary."""
     from qie.stream_chooser import Telling
 
     with ExitStack() as bars:
@@ -187,11 +209,19 @@ def _told(quiet: bool) -> Iterator[Telling]:
         def say(line: str) -> None:
             echo(line, err=True)
 
-        yield Telling(look, (lambda line: None) if quiet else say, say)
+        try:
+            yield Telling(look, (lambda line: None) if quiet else say, warnings.warn)
+        finally:
+            warnings.show()
 
 
-def _listener(progress: Progress, output_dir: Path) -> Listener:
+def _listener(progress: Progress, output_dir: Path, warnings: Warnings, quiet: bool) -> Listener:
     from qie.training.loop import Listener
+
+    def tell_opening(lines: Sequence[tuple[str, str]]) -> None:
+        progress.at(0, "loading the weights")
+        tell_summary([*lines, ("to watch", shlex.join(["qie", "watch", str(output_dir)]))], quiet=quiet)
+        warnings.show()
 
     def save_images(step: int, images: Sequence[Image.Image]) -> None:
         from qie.inference.sample_images import save_samples  # with diffusers' pipelines: only for a run with samples
@@ -199,6 +229,7 @@ def _listener(progress: Progress, output_dir: Path) -> Listener:
         save_samples(images, output_dir, step)
 
     return Listener(
+        opening=tell_opening,
         start=progress.begin,
         step=lambda metrics: progress.at(metrics.step, *metrics.notes),
         validation=lambda step, found: progress.say(f"step {step}: validation loss {found.loss:.4f}"),

@@ -22,14 +22,15 @@ from qie.pretrained import PretrainedModel
 from qie.training import checkpoint
 from qie.training.checkpoint_folders import checkpoints, find_resume, remove_leftovers, remove_old
 from qie.training.control import PROMPTS_FILE, Control
-from qie.training.memory import explained_memory, fill_memory, memory_to_fill, plan_memory, tell_memory
+from qie.training.memory import Setup, explained_memory, fill_memory, lacking_memory, memory_to_fill, plan_memory
 from qie.training.objective import LossFunction
+from qie.training.opening_summary import opening_lines
 from qie.training.processes import Agreement, agreement, deterministic
 from qie.training.reporting.card import Reporter, read_run, write_run
 from qie.training.reporting.metrics import MetricsFile, StepMetrics, Validation
 from qie.training.reporting.state_file import StateFile
 from qie.training.reporting.trackers import Trackers
-from qie.training.run import OtherSamples, Run, SampleGenerator
+from qie.training.run import OtherSamples, Run, SampleGenerator, planned_steps
 from qie.training.run_lock import locked
 
 
@@ -45,12 +46,14 @@ class Listener:
     A run waits for each; what one raises ends it.
 
     Attributes:
+        opening: before weights are read, with what the run will do: a word and a text for each line.
         start: with the steps done before, and the steps altogether.
         step: with the numbers of a step.
         validation, images: with the step, and the validation loss or the sample images.
-        say: with a line for a person.
+        say: with a line for a person, such as a warning.
     """
 
+    opening: Callable[[Sequence[tuple[str, str]]], object] = _nothing
     start: Callable[[int, int], object] = _nothing
     step: Callable[[StepMetrics], object] = _nothing
     validation: Callable[[int, Validation], object] = _nothing
@@ -138,15 +141,34 @@ def train(
         setup = plan_memory(config, pretrained, stream, accelerator)
         if config.train.gradient_checkpointing == "auto":
             setup = fill_memory(setup, memory_to_fill(config, stream, accelerator.device))
-        tell_memory(setup, accelerator.device, listeners.say)
+        if main:
+            own_loss = loss_fn is not None
+            _open(config, pretrained, stream, accelerator, setup, resume_from, own_loss=own_loss, listeners=listeners)
         with explained_memory(setup), deterministic() if config.train.deterministic else nullcontext():
             run = Run(config, pretrained, stream, accelerator, resume_from, kept=setup.kept, loss_fn=loss_fn)
-            for line in unheeded(config, run.steps, masked=stream.samples.masked and loss_fn is None):
-                listeners.say(line)
             listeners.start(run.step, run.steps)
             saved = _train(run, resume_from or output_dir, generate_samples, other_samples, control, listeners)
             run.finish()
     return Outcome(run.step, saved, interrupted=run.step < run.steps)
+
+
+def _open(
+    config: Config,
+    pretrained: PretrainedModel,
+    stream: Stream,
+    accelerator: Accelerator,
+    setup: Setup,
+    resume_from: Path | None,
+    *,
+    own_loss: bool,
+    listeners: Listener,
+) -> None:
+    """Tell what the run will do, and then each warning."""
+    steps = planned_steps(config, stream)
+    listeners.opening(list(opening_lines(config, pretrained, stream, accelerator, setup, steps, resume_from)))
+    masked = stream.samples.masked and not own_loss
+    for line in (*lacking_memory(setup, accelerator.device), *unheeded(config, steps, masked=masked)):
+        listeners.say(line)
 
 
 def unheeded(config: Config, steps: int, *, masked: bool) -> Iterator[str]:

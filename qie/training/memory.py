@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -544,17 +544,17 @@ def recomputation(setup: Setup) -> str:
     return f"{found}, {but_attention} of them without their attention" if but_attention else found
 
 
-def tell_memory(setup: Setup, device: torch.device, say: Callable[[str], object]) -> None:
-    """Say how much of a GPU's memory a run will need, with advice if that is more than is free."""
+def lacking_memory(setup: Setup, device: torch.device) -> Iterator[str]:
+    """A warning, with advice, if a run will need more of a GPU's memory than is free."""
     if device.type != "cuda":
         return
-    free, _ = torch.cuda.mem_get_info(device)
-    expected = estimate(setup)
-    say(f"the run needs about {_gb(expected.total)} of the GPU's memory; {_gb(free)} are free")
-    if setup.kept != NOTHING_KEPT:
-        say(f"activation checkpointing: {recomputation(setup)}")
+    free, expected = torch.cuda.mem_get_info(device)[0], estimate(setup)
     if expected.total > free:
-        say("\n".join([*expected.lines(), "to need less:", *advice(setup)[:4]]))
+        parts = ", ".join(" ".join(line.split()) for line in expected.lines()[:-1])
+        yield (
+            f"warning: the run needs about {_gb(expected.total)} of the GPU's memory ({parts}), and {_gb(free)} are "
+            f"free; to need less: {'; '.join(advice(setup)[:4])}"
+        )
 
 
 @contextmanager

@@ -94,7 +94,7 @@ class Run:
         self.config, self.pretrained, self.stream, self.accelerator = config, pretrained, stream, accelerator
         train = config.train
         planned = self._planned_batches = None if train.epochs is None else stream.count(train.epochs)
-        self.steps = train.max_steps if planned is None else math.ceil(planned / train.gradient_accumulation_steps)
+        self.steps = planned_steps(config, stream)
         # Everything that can be refused is refused before the weights are read.
         require_one_draw(pretrained.family, train.draws_per_sample)
         check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device, self.steps)
@@ -292,6 +292,14 @@ class Run:
         self.trainable.release()
         self.accelerator.free_memory()
         self.accelerator.end_training()
+
+
+def planned_steps(config: Config, stream: Stream) -> int:
+    """Optimizer steps of a whole run."""
+    section = config.train
+    if section.epochs is None:
+        return section.max_steps
+    return math.ceil(stream.count(section.epochs) / section.gradient_accumulation_steps)
 
 
 @dataclass(frozen=True)

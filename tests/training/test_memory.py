@@ -28,10 +28,11 @@ from qie.training.memory import (
     explained_memory,
     fill_memory,
     kept_bytes,
+    lacking_memory,
     memory_to_fill,
     optimizer_bytes,
     plan_memory,
-    tell_memory,
+    recomputation,
 )
 from qie.training.model.adapter_file import PART
 from qie.training.model.blocks import NOTHING_KEPT, KeptActivations, checkpoint_activations
@@ -319,20 +320,21 @@ def test_advice_names_what_gains_most_first_and_nothing_in_use(released, which, 
 
 
 @pytest.mark.parametrize("free", [80, 40])
-def test_a_run_on_a_gpu_says_what_it_needs_and_what_is_free_and_what_to_change(
+def test_a_run_that_needs_more_memory_than_is_free_is_warned_of_with_what_to_change(
     released, monkeypatch: pytest.MonkeyPatch, free: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 10**9, 80 * 10**9))
-    said: list[str] = []
-    tell_memory(released[0], torch.device("cuda"), said.append)
     expected = estimate(released[0])
-    assert said[0] == f"the run needs about {expected.total / 1e9:.1f} GB of the GPU's memory; {free:.1f} GB are free"
-    parts = [*expected.lines(), "to need less:", *advice(released[0])[:4]]
-    assert said[1:] == ([] if free * 1e9 > expected.total else ["\n".join(parts)])
-    tell_memory(released[0], torch.device("cpu"), pytest.fail)
-    said.clear()
-    tell_memory(replace(released[0], kept=KeptActivations(2, 60)), torch.device("cuda"), said.append)
-    assert said[1] == "activation checkpointing: 58 of 60 blocks are recomputed, 58 of them without their attention"
+    told = list(lacking_memory(released[0], torch.device("cuda")))
+    assert bool(told) == (free * 1e9 < expected.total)
+    for line in told:
+        assert line.startswith(
+            f"warning: the run needs about {expected.total / 1e9:.1f} GB of the GPU's memory (weights"
+        )
+        assert line.endswith(f", and {free:.1f} GB are free; to need less: " + "; ".join(advice(released[0])[:4]))
+    assert not list(lacking_memory(released[0], torch.device("cpu")))
+    kept = replace(released[0], kept=KeptActivations(2, 60))
+    assert recomputation(kept) == "58 of 60 blocks are recomputed, 58 of them without their attention"
     assert expected.lines()[0] == "weights      41.0 GB" and str(expected).splitlines() == expected.lines()
     assert expected.lines()[-1].startswith("total ")
 
