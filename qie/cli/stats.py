@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from qie.stores import File, Folder
 
 GALLERY = 24
+ALL = -1
+
+
+class _Gallery(click.IntRange):
+    """A number of samples, or all."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 100)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return ALL if value in (ALL, "all") else int(super().convert(value, param, ctx))
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -59,12 +70,17 @@ GALLERY = 24
     "--html", metavar="FILE", help="Also write a page with the summary, histograms, and samples with pictures."
 )
 @click.option(
-    "--gallery", type=click.IntRange(0, 100), default=GALLERY, show_default=True, help="Number of samples on the page."
+    "--gallery",
+    type=_Gallery(),
+    metavar="N|all",
+    default=GALLERY,
+    show_default=True,
+    help="Number of samples on the page, up to 100, or all rows, to be searched, sorted and paged.",
 )
 @click.option(
     "--vae",
     metavar="MODEL_DIR",
-    help="A model, or a VAE, that decodes pictures for samples without a thumbnail (cache.thumbnail_px).",
+    help="A model, or a VAE, that decodes pictures for samples without any (cache.thumbnail_px).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @quiet_option
@@ -170,14 +186,18 @@ def _write_page(
     from qie.html_report.gallery import LOOKED_AT
     from qie.html_report.page import write_report
 
-    (path, decoder), gallery = page, options["gallery"]
-    with Progress("looking", max(gallery, LOOKED_AT) + gallery, "samples", quiet=quiet) as progress:
+    path, decoder = page
+    whole = options["gallery"] == ALL
+    gallery = GALLERY if whole else options["gallery"]
+    due = max(gallery, LOOKED_AT) + gallery + whole * summary.samples
+    with Progress("looking", due, "samples", quiet=quiet) as progress:
         return write_report(
             path,
             indexes,
             summary,
             shards,
             gallery=gallery,
+            all_rows=whole,
             decoder=decoder,
             verified=options["verify"],
             progress=progress.at,

@@ -58,6 +58,21 @@ class SmallPicture:
 
 
 @dataclass(frozen=True)
+class CardPictures:
+    """The pictures of a card: what was there, what it should become, and where the loss counts."""
+
+    controls: tuple[SmallPicture, ...]
+    target: SmallPicture
+    mask: SmallPicture | None = None
+
+    @classmethod
+    def of(cls, pictures: SmallPictures) -> CardPictures:
+        """Those that a shard holds."""
+        mask = None if pictures.mask is None else SmallPicture.of(pictures.mask)
+        return cls(tuple(map(SmallPicture.of, pictures.controls)), SmallPicture.of(pictures.target), mask)
+
+
+@dataclass(frozen=True)
 class Card:
     """A sample of the gallery.
 
@@ -65,14 +80,16 @@ class Card:
         entry: what its index says.
         size: of target and controls, in pixels.
         prompt: as it was encoded.
-        picture: of its target; None where there is no thumbnail and nothing that decodes latents.
+        pictures: None where the shard holds none and nothing decodes latents.
+        decoded: whether they were decoded from latents.
         folder: of its shard, as a user would type it.
     """
 
     entry: Entry
     size: str
     prompt: str
-    picture: SmallPicture | None
+    pictures: CardPictures | None
+    decoded: bool = False
     folder: str = "."
 
 
@@ -84,11 +101,13 @@ class Look:
         latents: of all that could be read; None if none could.
         cards: of some of them.
         faults: records that are damaged, a line each.
+        done: how many records were read and latents decoded.
     """
 
     latents: LatentStatistics | None
     cards: list[Card]
     faults: list[str]
+    done: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +118,7 @@ class _SmallPart:
     size: str
     prompt: str
     latent: torch.Tensor
+    controls: tuple[torch.Tensor, ...]
     pictures: SmallPictures | None
     folder: str
 
@@ -117,7 +137,7 @@ def look_at(
         indexes: of the shards.
         summary: of the same shards; one that is known to have a fault is blamed no second time.
         gallery: how many samples become cards.
-        decode: makes the picture of a sample without a thumbnail.
+        decode: makes the pictures of a sample that has none.
         progress: called with the number of records read and latents decoded.
     """
     counts, kept, faults, done = LatentCounts(), list[_SmallPart](), list[str](), 0
@@ -131,9 +151,11 @@ def look_at(
             faults.append(one_line(read))
     cards = []
     for one in (kept[place] for place in spread(gallery, len(kept))):
-        cards.append(Card(one.entry, one.size, one.prompt, _picture(one, decode), one.folder))
+        pictures = _pictures(one, decode)
+        decoded = one.pictures is None and pictures is not None
+        cards.append(Card(one.entry, one.size, one.prompt, pictures, decoded, one.folder))
         progress(done := done + 1)
-    return Look(counts.statistics(), cards, faults)
+    return Look(counts.statistics(), cards, faults, done)
 
 
 def spread(count: int, among: int) -> list[int]:
@@ -173,7 +195,9 @@ def _attempt(shard: Shard, entry: Entry) -> _SmallPart | QieError:
     except QieError as error:
         return error
     size = entry.shape.in_pixels(shard.index.recipe.latent_scale)
-    return _SmallPart(entry, size, sample.prompt, sample.pixel_latent.clone(), pictures, shard.file.folder.url)
+    controls = tuple(one.clone() for one in sample.control_latent) if pictures is None else ()
+    latent, folder = sample.pixel_latent.clone(), shard.file.folder.url
+    return _SmallPart(entry, size, sample.prompt, latent, controls, pictures, folder)
 
 
 def _is_blamed(file: File, summary: Summary) -> bool:
@@ -184,7 +208,11 @@ def _is_blamed(file: File, summary: Summary) -> bool:
     )
 
 
-def _picture(kept: _SmallPart, decode: Decode | None) -> SmallPicture | None:
+def _pictures(kept: _SmallPart, decode: Decode | None) -> CardPictures | None:
     if kept.pictures is not None:
-        return SmallPicture.of(kept.pictures.target)
-    return None if decode is None else SmallPicture.of(decode(kept.latent))
+        return CardPictures.of(kept.pictures)
+    if decode is None:
+        return None
+    return CardPictures(
+        tuple(SmallPicture.of(decode(one)) for one in kept.controls), SmallPicture.of(decode(kept.latent))
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from qie.errors import UsageError
 from qie.html_report import sections
+from qie.html_report.all_rows import write_all_rows
 from qie.html_report.gallery import Look, look_at
 from qie.html_report.markup import Html, tag
 from qie.paths import local_path, require_writable
@@ -31,20 +32,46 @@ def write_report(
     places: Sequence[str],
     *,
     gallery: int,
+    all_rows: bool = False,
     decoder: VaeDecoder | None,
     verified: bool,
     progress: Callable[[int], object],
 ) -> Summary:
-    """Look into some records and write the page. Returns the summary with the faults found on the way."""
+    """Look into some records and write the page. Returns the summary with the faults found on the way.
+
+    With `all_rows`, the page shows every row, and files beside it hold their pictures if they are many.
+    """
     look = look_at(indexes, summary, gallery=gallery, decode=decoder, progress=progress)
-    summary = replace(summary, faults=summary.faults + look.faults)
+    looked = look.done
+    faults, rows = look.faults, None
+    if all_rows:
+        rows, found = write_all_rows(
+            indexes,
+            files_beside(path),
+            rows=summary.samples,
+            decode=decoder,
+            progress=lambda done: progress(looked + done),
+        )
+        faults = list(dict.fromkeys([*faults, *found]))
+    summary = replace(summary, faults=summary.faults + faults)
     other = decoder is not None and decoder.content not in {one["vae"] for one in summary.recipe_fields.values()}
-    write_page(path, render(summary, look, places, verified=verified, other_vae=other))
+    write_page(path, render(summary, look, places, verified=verified, other_vae=other, all_rows=rows))
     return summary
 
 
+def files_beside(path: Path) -> LocalFolder:
+    """The folder of a page's other files, named as browsers name it."""
+    return LocalFolder(path.with_name(f"{path.stem}_files"))
+
+
 def render(
-    summary: Summary, look: Look, places: Sequence[str], *, verified: bool = False, other_vae: bool = False
+    summary: Summary,
+    look: Look,
+    places: Sequence[str],
+    *,
+    verified: bool = False,
+    other_vae: bool = False,
+    all_rows: Mapping[str, object] | None = None,
 ) -> str:
     """The page. Equal arguments give equal text.
 
@@ -54,6 +81,7 @@ def render(
         places: the shards, as they were asked for.
         verified: every shard was rehashed.
         other_vae: pictures were decoded by another VAE than the recipe names.
+        all_rows: what `write_all_rows` has for the page.
     """
     looked_at = look.latents.samples if look.latents else 0
     parts = (
@@ -64,7 +92,7 @@ def render(
             tag("div", sections.lengths(summary), sections.latents(look.latents), class_="trio"),
             sections.sizes(summary),
         ),
-        sections.gallery(look, summary, other_vae),
+        sections.gallery(look, summary, other_vae, all_rows),
         sections.skipped(summary),
         sections.recipes(summary),
     )
@@ -73,18 +101,19 @@ def render(
         sections.header(summary, places, verified=verified, looked_at=looked_at),
         tag("main", *parts),
         tag("footer", "Written by qie-stats --html."),
+        files_too=all_rows is not None and "folder" in all_rows,
     )
 
 
-def document(title: str, *body: str) -> str:
-    """A page of this body, in the report's style, that needs no other file."""
+def document(title: str, *body: str, files_too: bool = False) -> str:
+    """A page of this body, in the report's style, that needs no other file, unless its script asks for some."""
     style, script = (
         Html(files("qie.html_report").joinpath(name).read_text("utf-8")) for name in ("page.css", "page.js")
     )
     head = (
         tag("meta", charset="utf-8"),
         # Nothing is fetched, no script runs but the page's own: not even if something of a shard were taken for markup.
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script, files_too)),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("title", title),
         tag("link", rel="icon", href="data:,"),
@@ -109,10 +138,16 @@ def write_page(path: Path, page: str) -> None:
     LocalFolder(path.parent).write(path.name, page.encode())
 
 
-def _policy(style: str, script: str) -> str:
+def _policy(style: str, script: str, files_too: bool) -> str:
+    """What the page may do. Scripts in files run only if its own script, known by its hash, asks for them."""
+
     def digest(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
-    allowed = {"style-src": digest(style), "script-src": digest(script), "img-src": "data:"}
+    allowed = {
+        "style-src": digest(style),
+        "script-src": digest(script) + (" 'strict-dynamic'" if files_too else ""),
+        "img-src": "data:",
+    }
     fixed = "default-src 'none'; base-uri 'none'; form-action 'none'"
     return "; ".join([fixed, *(f"{name} {source}" for name, source in allowed.items())])

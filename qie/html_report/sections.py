@@ -8,14 +8,14 @@ from math import erf, sqrt
 from shlex import quote
 
 from qie.families import FAMILIES
+from qie.html_report.all_rows import KEY_SHOWN, MOST_PROMPT, as_script
 from qie.html_report.charts import coverage_strip, histogram, legend, whiskers
-from qie.html_report.gallery import Card, Look
+from qie.html_report.gallery import Card, Look, SmallPicture
 from qie.html_report.latents import BINS, LatentStatistics
 from qie.html_report.markup import Html, counted, cut, foreign, join, long_list, note, panel, table, tag
 from qie.quantities import human_bytes
 from qie.stats import Summary
 
-MOST_PROMPT = 400
 MOST_FAULTS = 100
 MOST_SKIPPED = 200
 MOST_FOLDERS = 12
@@ -34,8 +34,6 @@ PARTS = {
 """The page's parts and their headings; faults stand before them, if there are any."""
 
 _HASH_SHOWN = 16
-_KEY_SHOWN = 16
-"""Of a key in a command: more than nine, or digits alone would be a row's number."""
 
 
 def header(summary: Summary, places: Sequence[str], *, verified: bool, looked_at: int) -> Html:
@@ -218,28 +216,36 @@ def latents(found: LatentStatistics | None) -> Html:
     )
 
 
-def gallery(look: Look, summary: Summary, other_vae: bool) -> Html:
-    """Samples, with their pictures if there are any."""
-    parts = [note(f"{len(look.cards):,} of {summary.samples:,} samples, spread evenly over the shards.")]
-    if look.cards and not any(card.picture for card in look.cards):
+def gallery(look: Look, summary: Summary, other_vae: bool, all_rows: Mapping[str, object] | None = None) -> Html:
+    """Samples, with their pictures if there are any.
+
+    With `all_rows`, all of them take the place of some as soon as the page's script runs.
+    """
+    parts = []
+    if look.cards and not any(card.pictures for card in look.cards):
         parts.append(_no_pictures())
-    if other_vae and any(card.picture and "thumbnail" not in card.entry.tensor_bytes for card in look.cards):
+    if other_vae and any(card.decoded for card in look.cards):
         parts.append(note("The VAE that decoded the pictures is not the one that encoded them: colours may be off."))
     if look.cards:
         cards = [_card(card) for card in look.cards]
-        parts.append(tag("ul", *cards, class_="gallery", data_filter="Show samples with these words"))
-    return section("samples", *parts)
+        words = None if all_rows else "Show samples with these words"
+        parts.append(tag("ul", *cards, class_="gallery", data_filter=words))
+    some = note(f"{len(look.cards):,} of {summary.samples:,} samples, spread evenly over the shards.")
+    if all_rows is None:
+        return section("samples", some, *parts)
+    data = tag("script", Html(as_script(all_rows)), type="application/json", id="all-rows")
+    return section("samples", tag("div", some, *parts, data))
 
 
 def _no_pictures() -> Html:
     return panel(
         tag(
             "p",
-            "These shards hold no thumbnails. For pictures, pass ",
+            "These shards hold no pictures. For some, pass ",
             tag("code", "--vae MODEL_DIR"),
             ", which decodes the latents of these samples; or set ",
-            tag("code", "cache.thumbnail_px: 96"),
-            " and run qie-precompute, which stores a thumbnail with each sample.",
+            tag("code", "cache.thumbnail_px: 160"),
+            " and run qie-precompute into another folder, which stores them beside each sample.",
         ),
     )
 
@@ -260,28 +266,41 @@ def _card(card: Card) -> Html:
     listed = [part for key, value in facts.items() if value for part in (tag("dt", key), tag("dd", value))]
     return tag(
         "li",
-        tag("div", _image(card, name), class_="picture"),
+        tag("div", *_shots(card, name), class_="shots"),
         tag(
             "div",
             tag("h3", name),
             tag("p", cut(card.prompt, MOST_PROMPT), class_="prompt", dir="auto"),
             tag("dl", *listed),
+            *(tag("p", foreign(one, 200), class_="reason") for one in entry.notes),
             tag("p", tag("code", _exclusion(card)), class_="command", data_copy=""),
             class_="about",
         ),
+        data_key=entry.key[:KEY_SHOWN],
+        data_folder=quote(card.folder),
     )
 
 
 def _exclusion(card: Card) -> str:
     """The command that leaves a sample out of training."""
-    return f"qie-stats {quote(card.folder)} --exclude {card.entry.key[:_KEY_SHOWN]}"
+    return f"qie-stats {quote(card.folder)} --exclude {card.entry.key[:KEY_SHOWN]}"
 
 
-def _image(card: Card, name: str) -> Html:
-    picture = card.picture
-    if picture is None:
-        return tag("span", "no picture")
-    return tag("img", src=picture.uri, width=picture.width, height=picture.height, alt=f"target of {name}")
+def _shots(card: Card, name: str) -> list[Html]:
+    """The controls, and the target under its mask."""
+    if card.pictures is None:
+        return [tag("span", "no picture")]
+    controls, mask = card.pictures.controls, card.pictures.mask
+    made = [
+        tag("div", _image(one, f"control{f' {number}' if len(controls) > 1 else ''} of {name}"), class_="shot control")
+        for number, one in enumerate(controls, start=1)
+    ]
+    over = _image(mask, "its mask", class_="mask") if mask else ""
+    return [*made, tag("div", _image(card.pictures.target, f"target of {name}"), over, class_="shot target")]
+
+
+def _image(picture: SmallPicture, alt: str, class_: str | None = None) -> Html:
+    return tag("img", src=picture.uri, width=picture.width, height=picture.height, alt=alt, class_=class_)
 
 
 def _bins(found: LatentStatistics) -> list[tuple[float, float, int]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ MOST_PX = 512
 """Longest side of a picture."""
 MOST_PIXELS = 1 << 24
 """Of the whole JPEG: what says more is not decoded."""
+
+Spot = tuple[str, int, int, int]
+"""A picture's name, x, width and height."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,23 +74,34 @@ def decode_pictures(jpeg: bytes, where: object) -> SmallPictures:
     Raises:
         ShardError: it is none that `encode_pictures` writes.
     """
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as opened:
-            if opened.width * opened.height > MOST_PIXELS:
-                raise ValueError(f"{opened.width}x{opened.height} pixels")
-            places = _places(json.loads(opened.info["comment"])["qie"], opened.size)
-            whole = opened.convert("RGB")
-    except (OSError, SyntaxError, ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
-        raise ShardError("the pictures of a sample cannot be read", where=where, found=error) from error
+    with _opened(jpeg, where) as (opened, places):
+        whole = opened.convert("RGB")
     parts = [(name, whole.crop((x, 0, x + width, height))) for name, x, width, height in places]
     (target,) = (one for name, one in parts if name == "target")
     mask = next((one.convert("L") for name, one in parts if name == "mask"), None)
     return SmallPictures(target, tuple(one for name, one in parts if name == "control"), mask)
 
 
-def _places(places: Any, size: tuple[int, int]) -> Sequence[tuple[str, int, int, int]]:
+def spots_of(jpeg: bytes, where: object) -> tuple[tuple[int, int], Sequence[Spot]]:
+    """Width and height of a JPEG, and which picture stands where in it, without decoding it. Raises the same."""
+    with _opened(jpeg, where) as (opened, places):
+        return opened.size, places
+
+
+@contextmanager
+def _opened(jpeg: bytes, where: object) -> Iterator[tuple[Image.Image, Sequence[Spot]]]:
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(jpeg), formats=["JPEG"]) as opened:
+            if opened.width * opened.height > MOST_PIXELS:
+                raise ValueError(f"{opened.width}x{opened.height} pixels")
+            yield opened, _places(json.loads(opened.info["comment"])["qie"], opened.size)
+    except (OSError, SyntaxError, ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
+        raise ShardError("the pictures of a sample cannot be read", where=where, found=error) from error
+
+
+def _places(places: Any, size: tuple[int, int]) -> Sequence[Spot]:
     """Which picture stands where: name, x, width, height. Raises ValueError for what leads outside of `size`."""
     found = [(str(name), int(x), int(width), int(height)) for name, x, width, height in places]
     names = [name for name, *_ in found]

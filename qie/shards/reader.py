@@ -19,11 +19,13 @@ from qie.rooms import ALIGNMENT, ROOMS, copy_bits
 from qie.shards.cache import ShardCache
 from qie.shards.index import Entry, ShardIndex, member_name, pictures_name, read_index
 from qie.shards.pictures import SmallPictures, decode_pictures
-from qie.shards.record import parse
+from qie.shards.record import parse, prompt_of
 from qie.shards.tensors import Sizes
 from qie.stores import File
 from qie.types import Sample, Shape
 
+_HEAD_BYTES = 1 << 12
+"""Of a record: its header, unless the prompt is long."""
 PIECE_BYTES = 2**19
 """Of a record that is copied and hashed: twice as much fits into a core's cache."""
 
@@ -240,6 +242,20 @@ class Shard:
         """The bytes of an entry's member."""
         member = self.index.files[member_name(entry.key)]
         return self.tar.read(member.offset, member.offset + member.size)
+
+    def prompt(self, entry: Entry) -> str:
+        """The prompt of an entry's sample, without the rest of its record, whose hash is not checked.
+
+        Raises:
+            ShardError: the record is damaged where the prompt is.
+        """
+        member = self.index.files[member_name(entry.key)]
+        start, where = member.offset, f"{self.file}, {entry.key}"
+        head = self.tar.read(start, start + min(member.size, _HEAD_BYTES))
+        length = 8 + int.from_bytes(head[:8], "little")
+        if len(head) < length <= member.size:
+            head = self.tar.read(start, start + length)
+        return prompt_of(head, where)
 
     def pictures_jpeg(self, entry: Entry) -> bytes | None:
         """The JPEG with all small pictures of an entry's sample; None where the shard has none."""

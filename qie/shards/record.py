@@ -170,6 +170,20 @@ def parse(record: memoryview, where: str) -> Record:
         raise
 
 
+def prompt_of(beginning: memoryview, where: str) -> str:
+    """The prompt, from the beginning of a record that holds at least its header: for people, checked against nothing.
+
+    Raises:
+        ShardError: the header is longer, or is none.
+    """
+    try:
+        metadata, _, _ = _split(beginning)
+        return _about(metadata).prompt
+    except ShardError as error:
+        error.where = where
+        raise
+
+
 def decode(record: memoryview, where: str) -> Sample:
     """The sample in a record; see `parse`. Its tensors share the record's memory."""
     return parse(record, where).sample()

@@ -210,9 +210,10 @@ def test_with_a_vae_latents_become_the_pictures_that_diffusers_makes_of_them(
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    assert len(found.pictures) == 2 and "colours may be off" not in found.text
-    for number, pixels in enumerate(found.pictures):
-        latent = encoder.encode(open_source(photos).read(number)).pixel_latent
+    assert len(found.pictures) == 4 and "colours may be off" not in found.text
+    samples = [encoder.encode(open_source(photos).read(number)) for number in range(2)]
+    latents = [latent for one in samples for latent in (*one.control_latent, one.pixel_latent)]
+    for latent, pixels in zip(latents, found.pictures, strict=True):
         with torch.inference_mode():
             decoded = vae.decode(latent[None].float() * std + mean).sample[:, :, 0]
         expected = VaeImageProcessor().postprocess(decoded, output_type="pil")[0]
@@ -227,7 +228,7 @@ def test_a_stored_thumbnail_goes_before_a_vae_and_that_another_vae_decoded_what_
     assert "colours may be off" not in found.text
     write_shard(tmp_path / "none", [make_sample(0)])
     found = page_of(tmp_path / "none", "--vae", tiny_edit, page=page)
-    assert len(found.pictures) == 1 and "colours may be off" in found.text
+    assert len(found.pictures) == 2 and "colours may be off" in found.text
 
 
 def test_the_gallery_has_as_many_samples_as_are_asked_for_and_as_there_are(
