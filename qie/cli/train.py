@@ -231,6 +231,7 @@ def _listener(progress: Progress, output_dir: Path, warnings: Warnings, quiet: b
     return Listener(
         opening=tell_opening,
         start=progress.begin,
+        go_on=progress.begin,  # the pace is that of training
         step=lambda metrics: progress.at(metrics.step, *metrics.notes),
         validation=lambda step, found: progress.say(f"step {step}: validation loss {found.loss:.4f}"),
         images=save_images,

@@ -47,7 +47,7 @@ class Listener:
 
     Attributes:
         opening: before weights are read, with what the run will do: a word and a text for each line.
-        start: with the steps done before, and the steps altogether.
+        start: with the steps done before, and the steps altogether. go_on: the same, after a pause.
         step: with the numbers of a step.
         validation, images: with the step, and the validation loss or the sample images.
         say: with a line for a person, such as a warning.
@@ -55,6 +55,7 @@ class Listener:
 
     opening: Callable[[Sequence[tuple[str, str]]], object] = _nothing
     start: Callable[[int, int], object] = _nothing
+    go_on: Callable[[int, int], object] = _nothing
     step: Callable[[StepMetrics], object] = _nothing
     validation: Callable[[int, Validation], object] = _nothing
     images: Callable[[int, Sequence[Image.Image]], object] = _nothing
@@ -292,6 +293,7 @@ class _Loop:
             validate = save = False
         if held and not asked.stop:
             self.listener.say("going on")
+            self.listener.go_on(run.step, run.steps)
             self.state_file.at("training", run.step)
         return asked.stop
 
