@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qie.errors import QieError
+from qie.html_report.gallery import SmallPicture
 from qie.shards.index import Entry, member_name, pictures_name
 from qie.shards.reader import Shard
 from qie.stores import File, Folder
 from qie.watch.live_page import WebFile
 
 NEWEST = 10
-SHARDS = 3
-"""So many shards are opened at most."""
-
+MOST_PICTURES = 10
 _HEAD_BYTES = 1 << 15
-_PICTURE = re.compile(r"([0-9a-f]{64})\.jpg")
+_PICTURE = re.compile(r"([0-9a-f]{64})-(\d)\.jpg")
 
 
 @dataclass(frozen=True)
 class NewSample:
-    """A sample of a new shard; `stem` is the shard's name."""
+    """A sample of a new shard.
+
+    Attributes:
+        stem: name of the shard.
+        size: of target and controls, in words.
+        pictures: names of those of the controls, and of the target, which is the last; none where there are none.
+    """
 
     stem: str
     key: str
@@ -33,46 +37,62 @@ class NewSample:
     name: str
     size: str
     prompt: str
-    picture: str | None
+    pictures: list[str]
 
 
 @dataclass
 class NewestSamples:
-    """Keeps the newest samples of a folder. Opens a shard when it is among the newest, and once."""
+    """Keeps the newest samples of a folder, and those before: a page that shows them may still ask. Opens a shard when
+    it is among the newest, and once."""
 
     folder: Folder
     samples: list[NewSample] = field(default_factory=list)
     _stems: tuple[str, ...] = ()
     _shards: dict[str, Shard] = field(default_factory=dict)
+    _places: dict[str, tuple[Shard, Entry]] = field(default_factory=dict)
+    _before: dict[str, tuple[Shard, Entry]] = field(default_factory=dict)
+    _jpegs: dict[str, list[bytes]] = field(default_factory=dict)
 
     def look(self, stems: Sequence[str]) -> list[NewSample]:
         """The last samples of the shards `stems`, the newest shard first. One that cannot be read is left out: the
         indexes' faults are told elsewhere."""
-        wanted = tuple(stems[:SHARDS])
+        wanted = tuple(stems[:NEWEST])
         if wanted != self._stems:
-            self._shards = {stem: shard for stem in wanted if (shard := self._opened(stem)) is not None}
-            # A shard that was just being replaced is tried again at the next look.
-            self._stems = wanted if len(self._shards) == len(wanted) else ()
-            found = [(stem, entry) for stem, shard in self._shards.items() for entry in reversed(shard.index.samples)]
-            self.samples = [self._sample(stem, entry) for stem, entry in found[:NEWEST]]
+            found: list[tuple[Shard, Entry]] = []
+            shards, whole = dict[str, Shard](), True
+            for stem in wanted:
+                if len(found) < NEWEST:
+                    if (shard := self._opened(stem)) is None:
+                        whole = False  # perhaps just being replaced: it is tried again at the next look
+                        continue
+                    shards[stem] = shard
+                    found += [(shard, entry) for entry in reversed(shard.index.samples)]
+            self._shards, self._stems = shards, wanted if whole else ()
+            found = found[:NEWEST]
+            self.samples = [_sample(shard, entry) for shard, entry in found]
+            self._before, self._places = self._places, {entry.key: (shard, entry) for shard, entry in found}
+            self._jpegs = {key: jpegs for key, jpegs in self._jpegs.items() if self._place(key)}
         return self.samples
 
     def picture(self, name: str) -> WebFile | None:
-        """The controls and the target of a sample, side by side, by the name that it was given."""
+        """A picture by the name that it was given."""
         match = _PICTURE.fullmatch(name)
-        for shard in self._shards.values() if match else ():
-            entry = shard.by_key.get(match[1]) if match else None
-            if entry is not None:
-                try:
-                    content = _jpeg(shard, entry)
-                except QieError:
-                    return None
-                return WebFile(content, "image/jpeg") if content else None
-        return None
+        place = self._place(match[1]) if match else None
+        if match is None or place is None:
+            return None
+        key, number = match[1], int(match[2])
+        if key not in self._jpegs:
+            self._jpegs[key] = _jpegs(*place)
+        jpegs = self._jpegs[key]
+        return WebFile(jpegs[number], "image/jpeg") if number < len(jpegs) else None
 
-    def stem_of(self, key: str) -> str | None:
-        """The shard of a sample that is shown."""
-        return next((one.stem for one in self.samples if one.key == key), None)
+    def index_of(self, key: str) -> File | None:
+        """The index of the shard of a sample that is shown."""
+        place = self._place(key)
+        return None if place is None else place[0].file.with_suffix(".json")
+
+    def _place(self, key: str) -> tuple[Shard, Entry] | None:
+        return self._places.get(key) or self._before.get(key)
 
     def _opened(self, stem: str) -> Shard | None:
         if stem in self._shards:
@@ -82,29 +102,28 @@ class NewestSamples:
         except QieError:
             return None
 
-    def _sample(self, stem: str, entry: Entry) -> NewSample:
-        shard = self._shards[stem]
-        size = entry.shape.in_pixels(shard.index.recipe.latent_scale)
-        picture = f"{entry.key}.jpg" if _has_picture(shard, entry) else None
-        return NewSample(stem, entry.key, entry.row, entry.variant, entry.name, size, _prompt(shard, entry), picture)
+
+def _sample(shard: Shard, entry: Entry) -> NewSample:
+    size = entry.shape.in_pixels(shard.index.recipe.latent_scale)
+    names = [f"{entry.key}-{number}.jpg" for number in range(_pictures_of(shard, entry))]
+    stem, prompt = shard.file.stem, _prompt(shard, entry)
+    return NewSample(stem, entry.key, entry.row, entry.variant, entry.name, size, prompt, names)
 
 
-def _has_picture(shard: Shard, entry: Entry) -> bool:
-    """Whether a picture can be had without all of the record. Those of an earlier qie lie in it."""
-    old = "thumbnail" in entry.tensor_bytes and shard.file.path is not None
-    return old or pictures_name(entry.key) in shard.index.pictures
+def _pictures_of(shard: Shard, entry: Entry) -> int:
+    """How many can be had without all of the record. Those of an earlier qie, of targets alone, lie in it."""
+    if pictures_name(entry.key) in shard.index.pictures:
+        return min(len(entry.shape.controls) + 1, MOST_PICTURES)
+    return int("thumbnail" in entry.tensor_bytes and shard.file.path is not None)
 
 
-def _jpeg(shard: Shard, entry: Entry) -> bytes | None:
-    """The controls and the target, side by side, as they are stored; or the target alone. Raises ShardError for what
-    no browser should be given."""
-    found = shard.pictures(entry)
-    content = shard.pictures_jpeg(entry)
-    if found is not None and content is None:
-        drawn = io.BytesIO()
-        found.target.save(drawn, "JPEG", quality=88)
-        content = drawn.getvalue()
-    return content
+def _jpegs(shard: Shard, entry: Entry) -> list[bytes]:
+    """The controls and the target, written anew: what a browser gets is what this process could read."""
+    try:
+        found = shard.pictures(entry)
+    except QieError:
+        return []
+    return [] if found is None else [SmallPicture.of(one).jpeg for one in (*found.controls, found.target)]
 
 
 def _prompt(shard: Shard, entry: Entry) -> str:

@@ -10,7 +10,6 @@ from qie.errors import UsageError
 from qie.html_report.markup import Html, cut, foreign, join, note, panel, part_bar, table, tag
 from qie.quantities import human_bytes, human_time
 from qie.stats.exclusion import change_excluded
-from qie.stores import File
 from qie.watch.controls import button, copied
 from qie.watch.live_page import LiveFacts, LivePage, WebFile
 from qie.watch.precompute_reader import PrecomputeReader
@@ -68,11 +67,10 @@ def change_sample(readers: Sequence[PrecomputeReader], action: str, values: Mapp
     if not known or not isinstance(key, str):
         raise UsageError("this page has no such button", found=action)
     reader = readers[number]  # type: ignore[index]
-    stem = reader.newest.stem_of(key)
-    if stem is None:
+    index = reader.newest.index_of(key)
+    if index is None:
         raise UsageError("this sample is no longer among the newest", found=key[:12], hint="use qie stats --exclude")
-    index = [File(reader.folder, f"{stem}.json")]
-    changed = change_excluded(index, [key], []) if action == "exclude" else change_excluded(index, [], [key])
+    changed = change_excluded([index], [key], []) if action == "exclude" else change_excluded([index], [], [key])
     reader.forget()
     found = (*changed.excluded, *changed.included)
     return f"row {found[0].row} {'is left out' if action == 'exclude' else 'is trained on again'}" if found else "done"
@@ -141,7 +139,7 @@ def _of_source(rows: Mapping[str, Any]) -> str:
 
 
 def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
+    return "–" if value is None else f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def _bytes(count: int | None) -> str:
@@ -170,9 +168,9 @@ def _pace(one: Mapping[str, Any]) -> Html:
         "section",
         tag("h2", "Bottleneck"),
         panel(
-            tag("p", "Most of the time goes to ", tag("strong", slowest["words"]), "."),
+            tag("p", "The slowest stage is ", tag("strong", slowest["words"]), "."),
             advice,
-            table(("stage", "busy", "", "rows a second of work"), rows, numbers=(1, 3)),
+            table(("stage", "busy", "", "rows a second when busy"), rows, numbers=(1, 3)),
         ),
         id="bottleneck",
     )
@@ -224,14 +222,16 @@ def _newest(number: int, one: Mapping[str, Any]) -> Html:
 
 def _card(number: int, sample: Mapping[str, Any]) -> Html:
     name = f"row {sample['row']:,}" + (f", variant {sample['variant']}" if sample["variant"] else "")
-    picture: Html = tag("span", "no picture")
-    if sample["picture"]:
-        picture = tag("img", src=f"picture/{number}/{sample['picture']}", alt=f"controls and target of {name}")
+    *controls, target = [*sample["pictures"]] or [None]
+    words = [(one, f"control {n} of {name}") for n, one in enumerate(controls, start=1)] + [
+        (target, f"target of {name}")
+    ]
+    shown = [tag("img", src=f"picture/{number}/{one}", alt=alt) for one, alt in words if one]
     out = sample["excluded"]
     change = "include" if out else "exclude"
     return tag(
         "li",
-        tag("div", picture, class_="picture"),
+        tag("div", *(shown or [Html("no picture")]), class_="picture"),
         tag(
             "div",
             tag("h3", name, tag("small", "excluded") if out else ""),

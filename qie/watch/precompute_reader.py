@@ -254,7 +254,7 @@ def _bottleneck(alive: Sequence[WorkerProgress]) -> dict[str, Any] | None:
     busiest = max(stages, key=lambda stage: stage["busy"])
     name, words = busiest["name"], busiest["words"]
     if busiest["busy"] < _BUSY:
-        return {"name": name, "words": f"{words}, but no stage works more than half of the time", "advice": None}
+        return {"name": name, "words": f"{words}, but none works more than half of the time", "advice": None}
     return {"name": name, "words": words, "advice": _ADVICE.get(name)}
 
 

@@ -221,16 +221,18 @@ def test_pictures_are_given_for_samples_that_are_shown_and_captions_stay_text(tm
     newest = render_precompute(facts)["newest-0"]
     assert "<script" not in newest and "&lt;script&gt;" in newest and "\u202e" not in newest
     for sample in facts["folders"][0]["newest"]:
-        found = page.picture(f"0/{sample['picture']}")
+        (picture,) = sample["pictures"]
+        found = page.picture(f"0/{picture}")
         assert found is not None and found.content[:2] == b"\xff\xd8" and found.kind == "image/jpeg"
     for name in (
         "0/x.jpg",
-        f"0/{'0' * 64}.jpg",
+        f"0/{'0' * 64}-0.jpg",
+        f"0/{sample['key']}-1.jpg",
         "1/x",
         "0",
         "",
         "../0/x",
-        f"0/../{sample['picture']}",
+        f"0/../{picture}",
         "0/excluded.txt",
     ):
         assert page.picture(name) is None
