@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what editors, mypy and pyright see: `_EXPORTS`, which a tes
     from qie.data.sources import Source as Source
     from qie.data.sources import open_source as open_source
     from qie.data.stream import Stream as Stream
+    from qie.data.webdataset_pipeline import webdataset as webdataset
     from qie.encode import Encoder as Encoder
     from qie.encode import EncoderOptions as EncoderOptions
     from qie.errors import QieError as QieError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # what editors, mypy and pyright see: `_EXPORTS`, which a tes
     from qie.pretrained import PretrainedModel as PretrainedModel
     from qie.pretrained import open_pretrained as open_pretrained
     from qie.recipe import Recipe as Recipe
+    from qie.shards.cache import ShardCache as ShardCache
     from qie.shards.shard_set import ShardSet as ShardSet
     from qie.stats import Summary as Summary
     from qie.stream_chooser import open_training_stream as open_training_stream
@@ -53,6 +55,7 @@ _EXPORTS = {
     "Recipe": "qie.recipe",
     "Row": "qie.types",
     "Sample": "qie.types",
+    "ShardCache": "qie.shards.cache",
     "ShardSet": "qie.shards.shard_set",
     "Source": "qie.data.sources",
     "Stream": "qie.data.stream",
@@ -70,6 +73,7 @@ _EXPORTS = {
     "train": "qie.training.loop",
     "unpack": "qie.training.objective",
     "velocity": "qie.training.objective",
+    "webdataset": "qie.data.webdataset_pipeline",
 }
 
 _RENAMED = {

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import qie
+from qie.data.webdataset_pipeline import SampleDataset
 from qie.precompute import Report, precompute
 from qie.training.loop import Outcome
 from qie.types import Facts
@@ -20,6 +21,7 @@ def configuration() -> qie.Config:
     config = qie.load_config(Path("my.yaml"), ["train.seed=1"])
     assert_type(config, qie.Config)
     assert_type(config.train.seed, int)
+    assert_type(qie.load_config({"model": {"pretrained_model_name_or_path": Path("m")}}), qie.Config)
     assert_type(qie.__version__, str)
     return config
 
@@ -28,6 +30,7 @@ def rows(config: qie.Config) -> None:
     source, encoder = qie.open_rows(config), qie.open_encoder(config)
     assert_type(source, qie.Source)
     assert_type(source.read(0), qie.Row)
+    assert_type(qie.Row.of(target="a.png", controls=[Path("b.png"), b"", Image.new("L", (1, 1))], prompt=""), qie.Row)
     assert_type(qie.open_source("photos/"), qie.Source)
     assert_type(encoder, qie.Encoder)
     assert_type(encoder.recipe, qie.Recipe)
@@ -45,9 +48,11 @@ def batches() -> None:
     assert_type(stream, qie.Stream)
     assert_type(iter(stream), Iterator[qie.Batch])
     assert_type(stream.state_dict(), dict[str, Any])
+    assert_type(qie.webdataset("shards/"), SampleDataset)
+    assert_type(qie.Summary.of("shards/"), qie.Summary)
     for batch in stream:
         assert_type(batch.prompt_embed, torch.Tensor)
-        assert_type(batch.keys, tuple[str, ...])
+        assert_type(batch.prompts, tuple[str, ...])
 
 
 def training(config: qie.Config) -> None:
