@@ -26,9 +26,13 @@ from torch.distributed.elastic.multiprocessing import PContext
 
 import qie
 import qie.legacy
+from benchmarks.samples import RECIPE_21 as RECIPE_OF_2_1
+from benchmarks.samples import made, made_newer, record_of
+from qie import first_config
 from qie.cli.one_command import SUBCOMMANDS
 from qie.config import Config, load_config
 from qie.config.schema import DataConfig
+from qie.data.sources import Guess
 from qie.encode.images import MAX_RATIO
 from qie.families import FAMILIES
 from qie.image_formats import IMAGE_FORMATS
@@ -418,14 +422,55 @@ def test_the_guide_for_24_gb_tells_what_a_dry_run_does(
     assert row[1:] == [*numbers, re.findall(r"a step      about (\d+)", told)[0] + " s"]
 
 
+SIZES = tables("disk", "A row")[0][1:]
+DISK = {
+    "Qwen-Image-Edit": lambda **given: record_of(made(0, **given)),
+    "2509, 2511": lambda **given: record_of(made(0, **given)),
+    "Qwen-Image-2.1": lambda side, **given: record_of(
+        made_newer(0, side=side // 2, width=4096, tail=1, **given), RECIPE_OF_2_1
+    ),
+}
+
+
+@pytest.mark.parametrize("row", SIZES, ids=" ".join)
+def test_a_row_takes_the_disk_that_the_guide_tells(row: list[str]) -> None:
+    model, images, controls, tokens, told, many = row
+    pixels = int(images.removesuffix("²")) ** 2
+    count = len(DISK[model](side=int(pixels**0.5) // 8, controls=int(controls), tokens=int(tokens.replace(",", ""))))
+    assert (told, many) == (f"{count / 1e6:.1f} MB", f"{count / 1e4:,.0f} GB")
+    by_hand = (1 + int(controls)) * pixels / 2 + int(tokens.replace(",", "")) * (8192 if model[-3:] == "2.1" else 7168)
+    assert count - by_hand < 0.05e6
+
+
+def test_the_guide_tells_what_qie_init_chooses_for_a_card() -> None:
+    newer_transformer()
+    rows = tables("your-card", "What it chooses")[0][1:]
+    seen = first_config.Rows(Guess("", (), 100, 1), (1024 * 1024,), (1, 1), 20, 0, 0)
+    for name, column in (("Qwen/Qwen-Image-Edit-2511", 1), ("Qwen/Qwen-Image-2.1", 3)):
+        with first_config.model_of(name) as pretrained:
+            run = first_config.largest_run(pretrained, seen)
+        for row in rows:
+            plan, setup = first_config.choose_plan(run, pretrained.family, float(row[0]))
+            stored = f"`{plan.quantize}`" if plan.quantize else ""
+            offloaded = f"{plan.offload_blocks} blocks offloaded" if plan.offload_blocks else ""
+            assert row[column] == (", ".join(filter(None, (stored, offloaded))) or "as released")
+            assert row[column + 1] == f"{estimate(setup).total / 1e9:.0f} GB"
+
+
 def test_sizes_of_the_released_transformer_in_sentences_follow_from_its_numbers() -> None:
     """In bfloat16, in float32, with AdamW's state, and in eight processes."""
     sizes = Parameters.of(prepared("null", "edit"))
     count = sizes.trained + sizes.frozen
+    usual = load_config(ROOT / "configs" / "edit_lora.yaml").model.lora
+    assert usual
+    lora = Parameters.of(prepared(json.dumps(usual.model_dump(mode="json", exclude={"continue_from"})), "edit")).trained
+    mb = {size: f"{size * lora / 1e6:.0f} MB" for size in (4, 8, 12)}
     gb = {size: f"{size * count / 1e9:.0f} GB" for size in (2, 4, 12, 16, 32)}
     for page, sentence in (
         ("guides/eight-gpus.md", f"in float32: {gb[4]} each, {gb[32]} together"),
         ("guides/eight-gpus.md", f"A checkpoint is {gb[12]}, weights and AdamW's state"),
+        ("guides/disk.md", f"{mb[12]} for a LoRA of `r: 16` on attention: weights {mb[4]}, AdamW's state {mb[8]}"),
+        ("guides/disk.md", f"[all weights](eight-gpus.md#all-weights-fsdp2): {gb[12]}"),
         ("guides/80gb.md", f"weights do not fit: {gb[16]} with AdamW in float32"),
         ("guides/24gb.md", f"transformer {gb[2]}, "),
         ("guides/24gb.md", f"{sizes.matrices / 2 / 1e9:.0f} GB of it page-locked"),

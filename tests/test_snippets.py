@@ -7,6 +7,7 @@
   its `--set` through the configuration; of one within a sentence, the options are known.
 - `torchrun` and `accelerate launch` are parsed by their own parsers; shell blocks as a whole by `bash -n`. Nothing that
   needs a GPU, a cluster or credentials is run, nor are `pip`, `ray`, `kubectl`, `srun`, `sbatch` and `hf`.
+- The commands of some guides are run in that folder, in the order of their page.
 - Files, tools and their options, make targets and extras are there.
 - The shell blocks of migration.md are run here, those of quickstart.md in a fresh clone (see .ci/).
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 from PIL import Image
 
 from qie.cli import precompute, stats, train
@@ -225,6 +227,18 @@ def test_commands_can_be_called_so(command: str, arguments: list[str]) -> None:
     config = str(params.get("config_path") or "")
     file = ROOT / (config if config.startswith("configs/") else "configs/edit_lora.yaml")
     load_config(file, params.get("overrides", ()))
+
+
+@pytest.mark.parametrize("guide", ["add-rows", "masks"])
+def test_a_guide_s_commands_run_in_their_order(
+    guide: str, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(desk, tmp_path / "desk", symlinks=True)
+    monkeypatch.chdir(tmp_path / "desk")
+    for page, command, arguments in CALLS:
+        if page.startswith(f"guides/{guide}.md: "):
+            done = CliRunner().invoke(COMMANDS[command], arguments)
+            assert done.exit_code == 0, f"{page}\n{done.output}"
 
 
 @pytest.mark.parametrize(("command", "arguments"), [c[1:] for c in MENTIONED], ids=[c[0] for c in MENTIONED])
