@@ -130,6 +130,27 @@ class Row:
         return tuple(hashlib.sha256(control).hexdigest() for control in self.controls)
 
 
+@dataclass(frozen=True)
+class Pair:
+    """How a row's target lies on its control. What is None is as an edit should leave it.
+
+    Attributes:
+        control: the one that the target matches best, from 1; None where it matches none of several.
+        identical: the target is the control.
+        proportions: how much wider the target is for its height, as a factor.
+        shift_px: how far the target's middle has moved (x, y), in pixels of the target as it is encoded.
+        scale: how much the target is enlarged.
+        agreement: the part of the picture, of what can be told of it, that moves so.
+    """
+
+    control: int | None = None
+    identical: bool | None = None
+    proportions: float | None = None
+    shift_px: tuple[int, int] | None = None
+    scale: float | None = None
+    agreement: float | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """A row's encoded tensors, as they are stored: FP16 (embeddings of some families BF16), masks as bool or uint8.
@@ -154,6 +175,7 @@ class Sample:
         pictures: a JPEG of controls, target and mask made small, see `qie.shards.pictures`; kept beside the record.
             None where none was asked for, and of a sample that was read for training.
         notes: what encoding did to the row that its owner may want to know; kept in the index, not in the record.
+        pair: how target and control lie on each other; None if that was not measured. Kept in the index, too.
         own: nothing else holds the memory of its tensors, so a batch may take them as they are.
     """
 
@@ -172,6 +194,7 @@ class Sample:
     image_slots: tuple[int, ...] | None = None
     pictures: bytes | None = None
     notes: tuple[str, ...] = ()
+    pair: Pair | None = None
     own: bool = False
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ import gc
 import json
 import sys
 from contextlib import suppress
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from qie.html_report.decoding import VaeDecoder
-    from qie.stats import EpochPlan, Explanation, Summary
+    from qie.stats import EpochPlan, Explanation, Pairs, Summary
     from qie.stores import File, Folder
 
 GALLERY = 24
 ALL = -1
+WORST = 3
+"""Pairs of each kind of warning that are printed; --json and --html have more."""
 
 
 class _Gallery(click.IntRange):
@@ -327,6 +330,7 @@ def _print(summary: Summary, verified: bool) -> None:
         _print_counts(summary.sources)
     for note, count in summary.notes.items():
         echo(f"note: {count} × {note}")
+    _print_pairs(summary.pairs)
     if summary.skipped:
         echo("skipped, by reason")
         _print_counts(summary.skipped)
@@ -338,6 +342,23 @@ def _print(summary: Summary, verified: bool) -> None:
         echo("verified: every shard matches its index")
     if verified and summary.unhashed:
         echo(f"note: {summary.unhashed} indexes have no hash of their own: an earlier qie wrote them")
+
+
+def _print_pairs(pairs: Pairs) -> None:
+    from qie.stats import KINDS
+
+    if pairs.compared or pairs.warnings:
+        found = "" if pairs.warnings else ": each lies on its control as an edit should"
+        echo(f"pairs     {pairs.compared} compared, {pairs.captions} captions{found}")
+    if pairs.compared and pairs.not_compared:
+        echo(f"note: {pairs.not_compared} pairs are not compared: an earlier qie encoded them, or they were imported")
+    for kind, count in pairs.warnings.items():
+        echo(f"  {count:9d}  {KINDS[kind]}")
+        for one in [one for one in pairs.worst if one.kind == kind][:WORST]:
+            echo(f"             {one.what}: {one.words}")
+            echo(
+                f"               qie-stats {quote(one.folder)} {' '.join(f'--exclude {key}' for key in one.excluding)}"
+            )
 
 
 def _print_counts(counts: dict[str, int]) -> None:

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from qie.devices import staged
+from qie.encode.alignment import compare_pair
 from qie.encode.images import (
     MAX_IMAGE_PX,
     Size,
@@ -43,7 +44,7 @@ from qie.recipe import Recipe, normal_prompt
 from qie.shards.pictures import SmallPictures, encode_pictures
 from qie.shards.tensors import Stored, store_together, to_storage
 from qie.stages import Stage, Stages, in_turn
-from qie.types import Facts, Row, Sample, Shape
+from qie.types import Facts, Pair, Row, Sample, Shape
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -71,6 +72,11 @@ class Picture:
     @cached_property
     def for_vae(self) -> Image.Image:
         return apply_view(self.image, self.view)
+
+    @property
+    def proportions(self) -> float:
+        """The image's width, in heights."""
+        return self.image.width / self.image.height
 
     def text_size(self, recipe: Recipe) -> Size:
         """The size for the text encoder: the VAE's, where the family has one image for both."""
@@ -115,6 +121,7 @@ class PreparedRow:
     thumbnail: torch.Tensor | None
     pictures: bytes | None
     notes: tuple[str, ...]
+    pair: Pair | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,6 +363,7 @@ class Encoder:
             to_thumbnail(on_background(target, self.recipe.background), small) if small else None,
             self._pictures(decoded),
             decoded.notes,
+            self._compare(decoded),
         )
 
     def _pictures(self, row: DecodedRow) -> bytes | None:
@@ -370,6 +378,14 @@ class Encoder:
         if row.loss_mask is not None:
             mask = Image.fromarray(row.loss_mask.numpy()).resize(target.size, Image.Resampling.BILINEAR)
         return encode_pictures(SmallPictures(target, tuple(controls), mask))
+
+    def _compare(self, row: DecodedRow) -> Pair | None:
+        """How the target lies on a control, as the VAE gets them."""
+        target, *controls = (
+            on_background(picture.for_vae, self.recipe.background) for picture in (row.target, *row.controls)
+        )
+        wider = [row.target.proportions / control.proportions for control in row.controls]
+        return compare_pair(target, controls, wider)
 
     def _pixels(self, image: Image.Image) -> torch.Tensor:
         return staged(to_pixels(image), self._vae_device, getattr(torch, self.recipe.vae_dtype))
@@ -436,6 +452,7 @@ class Encoder:
             image_slots=embeds.image_slots if family.interleaved else None,
             pictures=prepared.pictures,
             notes=prepared.notes,
+            pair=prepared.pair,
         )
 
     def _in_batches(

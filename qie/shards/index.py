@@ -23,7 +23,7 @@ from qie.shards.hashes import SHA256_BYTES
 from qie.shards.record import FORMAT_VERSION, Whole
 from qie.shards.tensors import tensor_bytes
 from qie.stores import File, MissingError
-from qie.types import Row, Sample, Shape
+from qie.types import Pair, Row, Sample, Shape
 
 _HEX = re.compile(r"[0-9a-f]*")
 _STEM = re.compile(r"(\d{8,})-(\d{8,})")
@@ -68,6 +68,7 @@ class Entry:
         clipped: values clipped to FP16's range.
         notes: what encoding did to the row that its owner may want to know.
         inputs: see `row_inputs`; empty in indexes of before there were any. For people who ask why a row is stale.
+        pair: how target and control lie on each other; None without controls, or where nobody measured it.
     """
 
     row: Whole
@@ -82,6 +83,15 @@ class Entry:
     source: str = ""
     variant: Whole = 0
     inputs: dict[str, str] = field(default_factory=dict)
+    pair: Pair | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in an index: of a pair only what there is to say."""
+        values = dict(vars(self))
+        pair = values.pop("pair")
+        if pair is not None:
+            values["pair"] = {name: value for name, value in vars(pair).items() if value is not None}
+        return values
 
     @classmethod
     def of(cls, sample: Sample, row: Row) -> Entry:
@@ -99,6 +109,7 @@ class Entry:
             clipped=sample.clipped,
             notes=sample.notes,
             inputs=row_inputs(row),
+            pair=sample.pair,
         )
 
 
@@ -148,7 +159,8 @@ class ShardIndex:
     def to_json(self) -> str:
         recipe = self.recipe.to_dict() | {"digest": self.recipe.digest}
         files = {name: member.to_dict() for name, member in self.files.items()}
-        values = vars(self) | {"format_version": FORMAT_VERSION, "recipe": recipe, "files": files}
+        samples = [entry.to_dict() for entry in self.samples]
+        values = vars(self) | {"format_version": FORMAT_VERSION, "recipe": recipe, "files": files, "samples": samples}
         del values["this_sha256"]
         if not self.pictures:  # as it was before there were any
             del values["pictures"]

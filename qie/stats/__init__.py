@@ -3,13 +3,17 @@
 from qie.stats.epoch_preview import EpochPlan, preview_epoch
 from qie.stats.exclusion import Exclusion, change_excluded
 from qie.stats.explain import Explanation, explain_rows
+from qie.stats.pairs import KINDS, Pairs, PairWarning
 from qie.stats.summary import Coverage, Summary, excluded_in, one_line, summarise
 
 __all__ = [
+    "KINDS",
     "Coverage",
     "EpochPlan",
     "Exclusion",
     "Explanation",
+    "PairWarning",
+    "Pairs",
     "Summary",
     "change_excluded",
     "excluded_in",

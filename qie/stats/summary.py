@@ -27,6 +27,7 @@ from qie.shards.reader import Shard
 from qie.shards.shard_set import current_compact, require_disjoint
 from qie.shards.verify import compact_faults, lonely_tars, shard_faults
 from qie.stages import Pipeline, Stage
+from qie.stats.pairs import Pairs, PairTally
 from qie.stores import File, Folder, StoreError
 from qie.types import Shape
 
@@ -83,6 +84,7 @@ class Summary:
         tensor_bytes: tensor -> mean bytes per sample, largest first.
         tensor_bytes_total: tensor -> bytes of all samples.
         faults: what is wrong, a line each.
+        pairs: how targets lie on their controls, and how captions repeat.
     """
 
     shards: int
@@ -112,6 +114,7 @@ class Summary:
     tensor_bytes: dict[str, float]
     tensor_bytes_total: dict[str, int]
     faults: list[str]
+    pairs: Pairs = field(default_factory=Pairs)
 
     @classmethod
     def of(cls, places: str | Path | Iterable[str | Path], *, verify: bool = False) -> Summary:
@@ -277,6 +280,7 @@ class Tally:
     notes: Counter[str] = field(default_factory=Counter)
     tensor_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     clipped: list[int] = field(default_factory=list)
+    pairs: PairTally = field(default_factory=PairTally)
     listed: frozenset[str] = frozenset()
     excluded: int = 0
     excluded_bytes: int = 0
@@ -300,6 +304,7 @@ class Tally:
         self.tokens.update([entry.tokens for entry in entries])
         self.notes.update([note for entry in entries for note in entry.notes])
         self.clipped += [entry.clipped for entry in entries if entry.clipped]
+        self.pairs.add(file, entries)
         for entry in entries:
             for name, size in entry.tensor_bytes.items():
                 self.tensor_bytes[name] += size
@@ -355,6 +360,7 @@ class Tally:
             tensor_bytes={name: size / samples for name, size in tensor_bytes.items()},
             tensor_bytes_total=tensor_bytes,
             faults=self.faults + _conflicts(self.shards, list(self.recipes.values())),
+            pairs=self.pairs.pairs(),
         )
 
     def _coverage(self) -> list[Coverage]:

@@ -209,7 +209,7 @@ REFUSED: list[tuple[Change, str, object]] = [
     *((gone(name), DAMAGED, name) for name in sorted(json.loads(without_own_hash(make_index().to_json())))),
     *(
         (gone("samples", 0, name), DAMAGED, f"samples.0.{name}: Field required")
-        for name in fields_of(Entry, "source", "variant", "inputs")
+        for name in fields_of(Entry, "source", "variant", "inputs", "pair")
     ),
     *(
         (gone("skipped", 0, name), DAMAGED, f"skipped.0.{name}: Field required")
