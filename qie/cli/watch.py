@@ -37,10 +37,10 @@ def main(
     webhook: str | None,
     request: str | None,
 ) -> None:
-    """Show PLACES, the folders of runs, on a page that changes as they do.
+    """Show PLACES, the folders of runs and of shards, on a page that changes as they do.
 
-    Several runs lie over each other. The page reads only their files: it works while a run goes on, after its end,
-    on a copy, and on a disk that another machine shares. Ctrl-C ends the page, never the run.
+    Several runs lie over each other. The page reads only their files: it works while a run or a precompute goes on,
+    after its end, on a copy, and on a disk that another machine shares. Ctrl-C ends the page, never the run.
 
     The page is for this machine's browsers. With another --host it has a secret in its address; who knows the address
     may look, and pause or stop the run.

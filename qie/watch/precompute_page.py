@@ -16,7 +16,7 @@ from qie.watch.precompute_reader import PrecomputeReader
 
 STATES = {
     "running": ("good", "running", ""),
-    "silent": ("bad", "silent", "no worker tells of itself any more: were they killed?"),
+    "silent": ("bad", "silent", ""),
     "failed": ("bad", "failed", ""),
     "stopped": ("warn", "stopped", "run the same command again to continue"),
     "finished": ("good", "finished", ""),
@@ -52,7 +52,8 @@ def precompute_page(places: Sequence[str]) -> LivePage:
         render_precompute,
         picture,
         lambda action, values: change_sample(readers, action, values),
-        title=_title,
+        lambda facts: [alert for one in facts["folders"] for alert in one["alerts"]],
+        _title,
     )
 
 
@@ -78,7 +79,8 @@ def change_sample(readers: Sequence[PrecomputeReader], action: str, values: Mapp
 
 def _title(facts: LiveFacts) -> str:
     done, total = (sum(one["rows"][name] for one in facts["folders"]) for name in ("done", "total"))
-    return f"{done / total:.0%} · qie precompute" if total else "qie precompute"
+    mark = "⚠ " if any(one["alerts"] for one in facts["folders"]) else ""
+    return f"{mark}{done / total:.0%} · qie precompute" if total else "qie precompute"
 
 
 def render_precompute(facts: LiveFacts) -> Mapping[str, Html]:
@@ -87,6 +89,7 @@ def render_precompute(facts: LiveFacts) -> Mapping[str, Html]:
     for number, one in enumerate(facts["folders"]):
         parts |= {
             f"top-{number}": tag("header", *_head(one)),
+            f"alerts-{number}": _alerts(one["alerts"]),
             f"pace-{number}": _pace(one),
             f"workers-{number}": _workers(one["workers"]),
             f"newest-{number}": _newest(number, one),
@@ -128,10 +131,16 @@ def _head(one: Mapping[str, Any]) -> list[Html]:
     ]
 
 
+def _alerts(alerts: Sequence[Mapping[str, Any]]) -> Html:
+    if not alerts:
+        return Html("")
+    items = [tag("li", foreign(one["text"], 600), " ", tag("span", one["advice"], class_="soft")) for one in alerts]
+    return tag("section", tag("ul", *items), class_="panel alerts", role="status", aria_label="Alerts")
+
+
 def _state(one: Mapping[str, Any]) -> Html:
     kind, word, more = STATES[one["state"]]
-    failed = [worker["message"] for worker in one["workers"] if worker["state"] == "failed" and worker["message"]]
-    return join(tag("span", word, class_=f"state {kind}"), foreign(failed[0]) if failed else tag("span", more))
+    return join(tag("span", word, class_=f"state {kind}"), tag("span", more) if more else Html(""))
 
 
 def _of_source(rows: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from qie.shards.excluded import read_excluded
 from qie.stores import Folder, open_folder
 from qie.watch.index_follower import IndexFollower
 from qie.watch.newest_samples import NewestSamples
+from qie.watch.precompute_alerts import precompute_alerts
 
 REMOTE_S = 10.0
 """Between two looks at a store, where each is some requests."""
@@ -119,7 +120,7 @@ class PrecomputeReader:
         ages = {one.worker: self._heard[one.worker].now(self._steady()) for one in workers}
         rows, rate = _rows(self.indexes.rows, workers, alive), _rate(alive)
         samples = self.newest.look(self._newest_stems(told))
-        return {
+        found = {
             "place": self.folder.url,
             "state": _state(workers, alive),
             "rows": rows,
@@ -136,6 +137,7 @@ class PrecomputeReader:
             "indexes_left": self.indexes.unread,
             "faults": faults + [f"{stem}.json: {fault}" for stem, fault in sorted(self.indexes.faults.items())],
         }
+        return found | {"alerts": precompute_alerts(found)}
 
     def _is_alive(self, one: WorkerProgress) -> bool:
         """By the worker's clock when it is first heard of; once its file has changed, by ours: clocks differ."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ def test_a_folder_that_was_filled_is_told_in_one_dict_from_its_files_alone(
     assert (found["bytes"]["to_come"], found["bytes"]["free"] is None) == (0, store == "s3")
     (one,) = found["workers"]
     assert (one["state"], one["done"], one["rows"], found["left_s"]) == ("finished", 60, [0, 60], None)
+    assert found["alerts"] == []
 
 
 def test_workers_are_alive_by_their_clock_and_once_their_file_has_changed_by_ours(tmp_path: Path) -> None:
@@ -125,6 +127,28 @@ def test_a_worker_that_lives_and_does_no_row_for_minutes_is_told(tmp_path: Path)
     tell(tmp_path, worker(run, rows=4, advanced=NOW - 301), worker(run, rows=0, advanced=NOW - 301))
     found = PrecomputeReader(tmp_path, Clock(), Clock()).read()["workers"]
     assert sorted(one["state"] for one in found) == ["running", "stuck"], "one may still load its weights"
+
+
+def test_alerts_say_what_is_wrong_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = StubSource(tuple(replace(row, target=b"broken") for row in SOURCE.rows[:24]))
+    precompute(broken, StubEncoder(), tmp_path, rows=(0, 24), shard_size=8)
+    fill(tmp_path, (24, 32), tell=False)
+    run = PrecomputeRun.new((0, 10**6), 10**6)
+    tell(
+        tmp_path,
+        worker(run, rows=4, advanced=NOW - 301, pid=1),
+        worker(run, updated=NOW - 60, pid=2),
+        worker(run, state="failed", message="out of memory", pid=3),
+    )
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**6))
+    found = PrecomputeReader(tmp_path, Clock(), Clock()).read()["alerts"]
+    texts = {one["kind"]: one["text"] for one in found}
+    assert [*texts] == ["silent", "failed", "stuck", "skipped", "disk"]
+    assert texts["silent"].startswith("A worker is silent: ") and texts["silent"].endswith(" process 2.")
+    assert texts["failed"].endswith(" process 3: out of memory")
+    assert texts["skipped"] == "75% of the rows were skipped, mostly: the target is damaged: broken."
+    assert texts["disk"].startswith("The disk has 1.0 MB free, and ")
+    assert all(one["run"] == tmp_path.name and one["place"] == str(tmp_path) for one in found)
 
 
 @pytest.fixture
