@@ -72,7 +72,8 @@ def same_end(run: Path, plain: Path) -> None:
 def test_a_run_that_is_paused_saved_stopped_and_resumed_ends_with_the_weights_of_one_that_was_not(
     bench: Bench, plain: Path, tmp_path: Path, at_step, while_held
 ) -> None:
-    """Each request is obeyed before the next step. A checkpoint that is asked for while the run holds ends no pause."""
+    """Each request is obeyed before the next step. A checkpoint that is asked for while the run holds ends no pause,
+    and has the validation of its step behind it."""
     told: list[object] = []
 
     def tell() -> None:
@@ -91,7 +92,7 @@ def test_a_run_that_is_paused_saved_stopped_and_resumed_ends_with_the_weights_of
     assert state(tmp_path) == ("stopped", 3) and names(tmp_path) == [*saved, "checkpoint-000003"]
     assert not wishes(tmp_path)
     at_step({})
-    bench.train(tmp_path, "--resume", "latest")
+    bench.train(tmp_path, "--resume", checkpoint(tmp_path, 2))
     same_end(tmp_path, plain)
 
 

@@ -32,6 +32,7 @@ SETTINGS: dict[str, object] = {
     "optimizer__init_args": {"lr": 1e-3},
     "validation__rows": 3,
     "validation__every": 3,
+    "validation__sample_steps": 2,
 }
 TRAINED: dict[str, tuple[str, dict[str, object]]] = {
     # Those on the last block's text stream never get a gradient: DDP must not wait for them.
@@ -69,7 +70,8 @@ def test_two_processes_train_as_one_does_and_their_checkpoints_move(
 ) -> None:
     """Of two runs, one starts anew, and one goes on with the run of one process; then one process goes on.
 
-    The one that starts anew is held before its first step, and saved meanwhile.
+    The one that starts anew is held before its first step, and saved meanwhile; where the processes share a model, they
+    make the pictures together that it is asked for.
     """
     bench, settings, one = alone
     # Sums over a batch are taken in another order: the stated tolerance is 1e-5 of the values.
@@ -84,11 +86,16 @@ def test_two_processes_train_as_one_does_and_their_checkpoints_move(
     if control:
         control.mkdir(parents=True)
         (control / "pause").touch()
+    if control and sharded and settings == SETTINGS | TRAINED["LoRA"][1]:
+        prompts = control / "prompts.json"
+        prompts.write_text(json.dumps([{"images": [str(ROOT / "docs" / "demo.jpg")], "prompt": "make it night"}]))
     more = () if begins else ("--resume", "latest")
     keep = {"latents": "cpu", "embeds": "cpu"}
     words = bench.words(tmp_path / "run", "--quiet", *more, data__batch_size=1, cache__keep=keep, **settings)
     ranks.train(words, tmp_path / "log", sharded=sharded, control=control)
-    assert control is None or not control.exists()
+    if control and control.exists():
+        assert len(list((tmp_path / "run" / "samples").glob("*.png"))) == 3
+        shutil.rmtree(control)
     assert "cannot share" not in (tmp_path / "log").read_text()
     assert losses(tmp_path / "run") == expected
     shutil.rmtree(checkpoint(tmp_path / "run", 6))
