@@ -28,6 +28,7 @@ KEPT = 256
 """Small pictures that are kept in memory."""
 
 _NAME = re.compile(r"step-(\d{6,15})-(\d{1,4})\.png", re.ASCII)
+_INPUT = re.compile(r"inputs/[0-9a-f]{16}\.(jpg|png)", re.ASCII)
 _CONTROL = re.compile(r"(.+?)(_control_\d+)?")
 
 
@@ -78,6 +79,9 @@ class RunPictures:
     def _row(self, asked: dict[str, Any]) -> dict[str, Any]:
         files = [place for image in asked["images"][:MOST_INPUTS] if (place := self._place(image))]
         target = _target(files[0]) if files else None
+        copies = [self._run / FOLDER / name for name in asked["inputs"]]
+        if copies and all(path.is_file() for path in copies):
+            files = copies  # what the run saw, also where the images are elsewhere, or others by now
         told = {name: asked[name] for name in ("prompt", "seed", "negative_prompt", "images")}
         files_of = {f"input-{number}": file for number, file in enumerate(files)}
         return told | {
@@ -130,17 +134,20 @@ def _asked_for(path: Path) -> dict[str, Any]:
         found = json.loads(str(image.info.get("qie", "{}")))
         told = found if isinstance(found, dict) else {}
     match = _NAME.fullmatch(path.name)
-    prompt, images = told.get("prompt"), told.get("images")
+    prompt, images, inputs = told.get("prompt"), told.get("images"), told.get("inputs")
+    inputs = inputs[:MOST_INPUTS] if isinstance(inputs, list) else []
     return {
         "prompt": prompt if isinstance(prompt, str) else f"sample {match[2] if match else path.name}",
         "images": [image for image in images if isinstance(image, str)] if isinstance(images, list) else [],
         "seed": told["seed"] if isinstance(told.get("seed"), int) else None,
         "negative_prompt": told["negative_prompt"] if isinstance(told.get("negative_prompt"), str) else None,
+        "inputs": [name for name in inputs if isinstance(name, str) and _INPUT.fullmatch(name)],
     }
 
 
 def _identity(asked: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    wanted = {name: value for name, value in asked.items() if name != "inputs"}
+    return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _target(control: Path) -> Path | None:

@@ -185,6 +185,21 @@ def test_configurations_differ_key_by_key(tmp_path: Path) -> None:
     assert differing([one, {}]) == differing([{}, {}]) == {}, "a run without run.json is not known to differ"
 
 
+def test_an_input_is_what_the_run_saw_where_it_has_kept_that(tmp_path: Path) -> None:
+    """In a copied folder, and after the image has changed."""
+    run, kept = write_run(tmp_path / "run"), "inputs/0123456789abcdef.jpg"
+    (run / "samples" / "inputs").mkdir()
+    Image.new("RGB", (20, 20)).save(run / "samples" / kept)
+    Image.new("RGB", (20, 20)).save(tmp_path / "a.png")
+    write_picture(run, 0, 0, (9, 9, 9), images=["a.png"])
+    write_picture(run, 0, 1, (9, 9, 9), prompt="kept", images=["a.png"], inputs=[kept])
+    write_picture(run, 0, 2, (9, 9, 9), prompt="away", images=["a.png"], inputs=["inputs/../../../a.png"])
+    pictures = RunPictures(run)
+    found = {row["prompt"]: pictures.file(f"{row['id']}/input-0") for row in pictures.read()}
+    kinds = {prompt: file.kind if file else None for prompt, file in found.items()}
+    assert kinds == {"make it night": "image/png", "kept": "image/jpeg", "away": "image/png"}
+
+
 def test_pictures_of_one_prompt_make_a_row_with_input_and_target(tmp_path: Path) -> None:
     run, name = write_run(tmp_path / "here" / "run"), "cat_control_1.png"
     for place in (f"control_images/{name}", "training_images/cat.jpg"):
