@@ -186,13 +186,13 @@ def _write_page(
     options: dict[str, Any],
     quiet: bool,
 ) -> Summary:
-    from qie.html_report.gallery import LOOKED_AT
+    from qie.html_report.gallery import LOOKED_AT, pairs_looked_at
     from qie.html_report.page import write_report
 
     path, decoder = page
     whole = options["gallery"] == ALL
     gallery = GALLERY if whole else options["gallery"]
-    due = max(gallery, LOOKED_AT) + gallery + whole * summary.samples
+    due = max(gallery, LOOKED_AT) + gallery + pairs_looked_at(summary.pairs.worst) + whole * summary.samples
     with Progress("looking", due, "samples", quiet=quiet) as progress:
         return write_report(
             path,

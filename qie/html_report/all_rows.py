@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
@@ -19,7 +19,7 @@ from qie.html_report.markup import cut
 from qie.shards.index import Entry, Skipped
 from qie.shards.pictures import SmallPictures, encode_pictures, spots_of
 from qie.shards.reader import Shard
-from qie.stats import excluded_in, one_line
+from qie.stats import KINDS, excluded_in, one_line, warning_of
 from qie.stores import File, LocalFolder, StoreError
 
 CHUNK = 16
@@ -69,7 +69,6 @@ def write_all_rows(
     *,
     rows: int,
     decode: Decode | None = None,
-    warnings: Mapping[str, Sequence[str]] | None = None,
     progress: Callable[[int], object] = lambda done: None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Read facts, prompts and pictures of all rows; of many, write them to a folder.
@@ -79,7 +78,6 @@ def write_all_rows(
         folder: for the files beside the page, which is made if it is needed; those of an earlier page go.
         rows: how many there are.
         decode: makes the pictures of a sample that has none.
-        warnings: by key, what else is to be said of a sample.
         progress: called with the number of samples read.
 
     Returns:
@@ -92,7 +90,8 @@ def write_all_rows(
     excluded = excluded_in(indexes, [])
     chunk: Chunk = []
     for done, (shard, entry) in enumerate(_iter_samples(indexes, skipped), start=1):
-        reasons = [*entry.notes, *(warnings or {}).get(entry.key, ())]
+        reasons = [*entry.notes]
+        reasons += [KINDS[warning[0]]] if (warning := warning_of(entry)) else []
         reasons += ["excluded"] if entry.key in excluded else []
         reasons += ["values beyond FP16 were clipped"] if entry.clipped else []
         _add_sample(columns, shard, entry, reasons, faults)

@@ -7,7 +7,8 @@ import io
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -20,13 +21,16 @@ from qie.shards.index import Entry
 from qie.shards.pictures import SmallPictures
 from qie.shards.reader import Shard, checked_sample
 from qie.shards.tensors import CHANNELS, is_text_alone
-from qie.stats import Summary, excluded_in, one_line
+from qie.stats import PairWarning, Summary, excluded_in, one_line
 from qie.stores import File
 
 PICTURE_PX = 192
 """Longest side; larger ones are made smaller, so that a hundred fit into a page."""
 
 _QUALITY = 88
+
+PAIRS_OF_A_KIND, ROWS_OF_A_WARNING = 6, 3
+"""Cards of each kind of warning about pairs; of rows with one caption."""
 
 LOOKED_AT = 64
 """Records that are read, unless a larger gallery is asked for."""
@@ -83,6 +87,7 @@ class Card:
         pictures: None where the shard holds none and nothing decodes latents.
         decoded: whether they were decoded from latents.
         folder: of its shard, as a user would type it.
+        warning: about the pair of target and control; empty for none.
     """
 
     entry: Entry
@@ -91,6 +96,7 @@ class Card:
     pictures: CardPictures | None
     decoded: bool = False
     folder: str = "."
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class Look:
     Attributes:
         latents: of all that could be read; None if none could.
         cards: of some of them.
+        pairs: cards of the worst pairs of target and control, by the kind of warning.
         faults: records that are damaged, a line each.
         done: how many records were read and latents decoded.
     """
@@ -108,6 +115,7 @@ class Look:
     cards: list[Card]
     faults: list[str]
     done: int = 0
+    pairs: dict[str, list[Card]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,11 +159,47 @@ def look_at(
             faults.append(one_line(read))
     cards = []
     for one in (kept[place] for place in spread(gallery, len(kept))):
-        pictures = _pictures(one, decode)
-        decoded = one.pictures is None and pictures is not None
-        cards.append(Card(one.entry, one.size, one.prompt, pictures, decoded, one.folder))
+        cards.append(_card(one, decode))
         progress(done := done + 1)
-    return Look(counts.statistics(), cards, faults, done)
+    pairs: dict[str, list[Card]] = {}
+    for warning, part in _read_warned(indexes, summary.pairs.worst):
+        pairs.setdefault(warning.kind, []).append(replace(_card(part, decode), warning=warning.words))
+        progress(done := done + 1)
+    return Look(counts.statistics(), cards, faults, done, pairs)
+
+
+def _card(part: _SmallPart, decode: Decode | None) -> Card:
+    pictures = _pictures(part, decode)
+    decoded = part.pictures is None and pictures is not None
+    return Card(part.entry, part.size, part.prompt, pictures, decoded, part.folder)
+
+
+def pairs_looked_at(warnings: Sequence[PairWarning]) -> int:
+    """How many records are read for warnings, at most."""
+    return len(list(_shown_rows(warnings)))
+
+
+def _shown_rows(warnings: Sequence[PairWarning]) -> Iterator[tuple[PairWarning, int]]:
+    """The warnings that have cards, of each kind the worst, and a row of theirs."""
+    room = dict.fromkeys((one.kind for one in warnings), PAIRS_OF_A_KIND)
+    for one in warnings:
+        for row in one.rows[: min(room[one.kind], ROWS_OF_A_WARNING)]:
+            room[one.kind] -= 1
+            yield one, row
+
+
+def _read_warned(indexes: Sequence[File], warnings: Sequence[PairWarning]) -> Iterator[tuple[PairWarning, _SmallPart]]:
+    """The records that warnings are about. What cannot be read is left out: `--verify` blames it."""
+    for warning, row in _shown_rows(warnings):
+        with suppress(QieError):
+            for file in indexes:
+                start, stop = rows_of(file)
+                if file.folder.url != warning.folder or not start <= row < stop:
+                    continue
+                shard, wanted = Shard(file), (row, warning.variant)
+                for entry in (one for one in shard.index.samples if (one.row, one.variant) == wanted):
+                    if isinstance(part := _attempt(shard, entry), _SmallPart):
+                        yield warning, part
 
 
 def spread(count: int, among: int) -> list[int]:

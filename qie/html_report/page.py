@@ -92,6 +92,7 @@ def render(
             tag("div", sections.lengths(summary), sections.latents(look.latents), class_="trio"),
             sections.sizes(summary),
         ),
+        sections.pairs(look, summary),
         sections.gallery(look, summary, other_vae, all_rows),
         sections.skipped(summary),
         sections.recipes(summary),

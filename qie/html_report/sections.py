@@ -14,7 +14,7 @@ from qie.html_report.gallery import Card, Look, SmallPicture
 from qie.html_report.latents import BINS, LatentStatistics
 from qie.html_report.markup import Html, counted, cut, foreign, join, long_list, note, panel, table, tag
 from qie.quantities import human_bytes
-from qie.stats import Summary
+from qie.stats import KINDS, Summary
 
 MOST_FAULTS = 100
 MOST_SKIPPED = 200
@@ -27,6 +27,7 @@ MOST_PATH = 120
 PARTS = {
     "coverage": "Rows covered",
     "distributions": "Distributions",
+    "pairs": "Pairs",
     "samples": "Samples",
     "skipped": "Skipped rows",
     "recipe": "Recipe",
@@ -237,6 +238,22 @@ def gallery(look: Look, summary: Summary, other_vae: bool, all_rows: Mapping[str
     return section("samples", tag("div", some, *parts, data))
 
 
+def pairs(look: Look, summary: Summary) -> Html:
+    """What is warned of in pairs of target and control, the worst with their pictures."""
+    found = summary.pairs
+    parts = [note(f"{found.compared:,} targets were compared with their controls as they were encoded.")]
+    if found.not_compared:
+        parts.append(note(f"{found.not_compared:,} were not: an earlier qie encoded them, or they were imported."))
+    if not found.warnings:
+        return section("pairs", *parts, note("Nothing to warn of."))
+    counts = {KINDS[kind]: count for kind, count in found.warnings.items()}
+    parts.append(panel(counted(counts, "warning", "samples", len(KINDS))))
+    for kind in found.warnings:
+        if cards := look.pairs.get(kind):
+            parts += [tag("h3", KINDS[kind].capitalize()), tag("ul", *map(_card, cards), class_="gallery")]
+    return section("pairs", *parts)
+
+
 def _no_pictures() -> Html:
     return panel(
         tag(
@@ -272,7 +289,7 @@ def _card(card: Card) -> Html:
             tag("h3", name),
             tag("p", cut(card.prompt, MOST_PROMPT), class_="prompt", dir="auto"),
             tag("dl", *listed),
-            *(tag("p", foreign(one, 200), class_="reason") for one in entry.notes),
+            *(tag("p", foreign(one, 200), class_="reason") for one in (card.warning, *entry.notes) if one),
             tag("p", tag("code", _exclusion(card)), class_="command", data_copy=""),
             class_="about",
         ),

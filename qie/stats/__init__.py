@@ -3,7 +3,7 @@
 from qie.stats.epoch_preview import EpochPlan, preview_epoch
 from qie.stats.exclusion import Exclusion, change_excluded
 from qie.stats.explain import Explanation, explain_rows
-from qie.stats.pairs import KINDS, Pairs, PairWarning
+from qie.stats.pairs import KINDS, Pairs, PairWarning, warning_of
 from qie.stats.summary import Coverage, Summary, excluded_in, one_line, summarise
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "one_line",
     "preview_epoch",
     "summarise",
+    "warning_of",
 ]

@@ -120,7 +120,7 @@ class PairTally:
                 continue
             self.compared += entry.pair is not None
             self.not_compared += entry.pair is None
-            if found := _found(entry):
+            if found := warning_of(entry):
                 self._warn(
                     PairWarning(
                         found[0], [entry.row], entry.name, file.folder.url, entry.key, *found[1:], entry.variant
@@ -191,7 +191,7 @@ def _largest(warnings: Sequence[PairWarning]) -> list[PairWarning]:
     return heapq.nlargest(WORST, warnings, key=attrgetter("amount"))
 
 
-def _found(entry: Entry) -> tuple[str, str, float] | None:
+def warning_of(entry: Entry) -> tuple[str, str, float] | None:
     """The kind of what is wrong with a pair, in words, and how much of it."""
     pair, inputs = entry.pair, entry.inputs
     if pair and pair.proportions is not None:

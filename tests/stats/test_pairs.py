@@ -166,3 +166,17 @@ def test_a_target_under_several_captions_is_told_where_most_have_one() -> None:
     assert found.warnings == {"several_captions": 2}
     assert [(one.what, one.words) for one in found.worst] == [("rows 5, 6", "one target under 2 captions")]
     assert captions([("b", "blue"), ("b", "azure")]).warnings == {}
+
+
+def test_the_page_shows_the_worst_pairs_with_words_and_commands_and_all_rows_by_kind(
+    shards: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    CliRunner().invoke(stats.main, [str(shards), "--html", str(page), "--gallery", "all"], catch_exceptions=False)
+    text = page.read_text("utf-8")
+    section = text[text.index('id="pairs"') : text.index('id="samples"')]
+    titles = ["Target enlarged or reduced against its control", "row 4", "row 3", "Target of other proportions"]
+    assert [section.index(title) for title in titles] == sorted(section.index(title) for title in titles)
+    assert "the target is reduced by 10.0% against control 1, its middle shifted by 3, -1 px" in section
+    assert f"--exclude {read_index(next(shards.glob('*.json'))).samples[4].key[:16]}" in section
+    assert "target shifted against its control" in text[text.index('id="all-rows"') :]
