@@ -177,7 +177,7 @@ def source_specs(config: Config) -> list[SourceSpec]:
 
 def _names(columns: ColumnsConfig) -> Names:
     controls = None if columns.controls is None else tuple(columns.controls)
-    return Names(columns.target, controls, columns.prompt, columns.mask, columns.name)
+    return Names(columns.target, controls, columns.prompt, columns.mask, columns.rejected, columns.name)
 
 
 def _takes_text_alone(config: Config) -> bool:

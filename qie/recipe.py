@@ -88,10 +88,12 @@ class Recipe:
     def key(self, row: Row) -> str:
         """The content key of `row`: 64 hex characters.
 
-        SHA-256 over the recipe, then the normalised prompt, target, mask and each control, every part as its own
-        SHA-256 under its name, so that two different rows never give the same bytes.
+        SHA-256 over the recipe, then the normalised prompt, target, rejected target, mask and each control, every part
+        as its own SHA-256 under its name, so that two different rows never give the same bytes.
         """
         lines = [self.full_digest, f"prompt {_sha256(normal_prompt(row.prompt).encode())}", f"target {row.target_hash}"]
+        if row.rejected_hash is not None:
+            lines.append(f"rejected {row.rejected_hash}")
         if row.mask is not None:
             lines.append(f"mask {_sha256(row.mask)}")
         lines += [f"control {digest}" for digest in row.control_hashes]

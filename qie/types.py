@@ -53,6 +53,7 @@ class Row:
         controls: the images to edit, in order; none for text-to-image.
         prompt: the instruction, as given (see `qie.recipe.normal_prompt` for what is hashed and encoded).
         mask: image whose bright parts weigh as foreground in the loss.
+        rejected: another image for the same controls and prompt, that people like less than the target.
         more_prompts: further captions of the same edit; see `qie.data.variants`.
         source: name of the row's source in a mixture; not part of its identity.
         variant: which of the row's variants this is, from 0; not part of its identity.
@@ -65,6 +66,7 @@ class Row:
     controls: tuple[bytes, ...]
     prompt: str
     mask: bytes | None = None
+    rejected: bytes | None = None
     more_prompts: tuple[str, ...] = ()
     source: str = ""
     variant: int = 0
@@ -78,6 +80,7 @@ class Row:
         controls: ImageLike | Sequence[ImageLike] = (),
         prompt: str,
         mask: ImageLike | None = None,
+        rejected: ImageLike | None = None,
         index: int = 0,
         name: str = "",
         more_prompts: Sequence[str] = (),
@@ -89,7 +92,7 @@ class Row:
         colour profile), and arrays, uint8 or bool of [H, W] or [H, W, channels].
 
         Args:
-            target, prompt, mask, index, more_prompts: see `Row`.
+            target, prompt, mask, rejected, index, more_prompts: see `Row`.
             controls: one image, or several in order.
             name: for messages; by default the target's file name.
 
@@ -104,11 +107,13 @@ class Row:
             controls=tuple(file_bytes(one, f"control {number}") for number, one in enumerate(listed, start=1)),
             prompt=prompt,
             mask=None if mask is None else file_bytes(mask, "the mask"),
+            rejected=None if rejected is None else file_bytes(rejected, "the rejected target"),
             more_prompts=tuple(more_prompts),
         )
 
     def __repr__(self) -> str:
-        images = {"target": (self.target,), "controls": self.controls, "mask": (self.mask,) if self.mask else ()}
+        images = {"target": (self.target,), "controls": self.controls}
+        images |= {what: (one,) for what in ("mask", "rejected") if (one := getattr(self, what))}
         sizes = (
             f"{what} {' + '.join(human_bytes(len(one)) for one in files)}" for what, files in images.items() if files
         )
@@ -123,6 +128,11 @@ class Row:
     def target_hash(self) -> str:
         """SHA-256 of the target's file; computed once, since key and encoder both ask for it."""
         return hashlib.sha256(self.target).hexdigest()
+
+    @cached_property
+    def rejected_hash(self) -> str | None:
+        """SHA-256 of the rejected target's file."""
+        return None if self.rejected is None else hashlib.sha256(self.rejected).hexdigest()
 
     @cached_property
     def control_hashes(self) -> tuple[str, ...]:
@@ -167,6 +177,7 @@ class Sample:
         shared_prefix: S, the number of leading tokens in which both embeddings are equal, because the images stand
             before the prompt in a causal model. Stored once.
         loss_mask: [H, W] uint8, 255 is foreground; None when the row has no mask.
+        rejected_latent: the rejected target, as large as the target; None when the row has none.
         clipped: how many values were finite but beyond FP16's range and were clipped to ±65504.
         thumbnail: the target made small, [h, w, 3] uint8, as shards of an earlier qie hold it; None where the recipe
             has none.
@@ -189,6 +200,7 @@ class Sample:
     empty_prompt_embeds_mask: torch.Tensor
     shared_prefix: int
     loss_mask: torch.Tensor | None = None
+    rejected_latent: torch.Tensor | None = None
     clipped: int = 0
     thumbnail: torch.Tensor | None = None
     image_slots: tuple[int, ...] | None = None
@@ -232,12 +244,14 @@ class Shape:
 
 
 class Facts(NamedTuple):
-    """The facts known about a sample before it is encoded: key, shape, length of the prompt embedding, mask or not."""
+    """The facts known about a sample before it is encoded: key, shape, length of the prompt embedding, mask or not,
+    rejected target or not."""
 
     key: str
     shape: Shape
     tokens: int
     masked: bool = False
+    paired: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,6 +272,7 @@ class Batch:
         shared_prefixes, empty_lengths: S and L0 of each sample.
         empty_prompt_embeds_mask: [B, L0] bool or None.
         loss_mask: [B, H, W] uint8; None when no sample has one. Samples without a mask are all foreground.
+        rejected_latent: [B, C, 1, H, W]; None when a sample has none.
         image_slots: as of `Sample`: the same for all samples, which have one shape and one template.
         prompts: as they were encoded.
     """
@@ -275,6 +290,7 @@ class Batch:
     empty_lengths: tuple[int, ...]
     empty_prompt_embeds_mask: torch.Tensor | None
     loss_mask: torch.Tensor | None = None
+    rejected_latent: torch.Tensor | None = None
     image_slots: tuple[int, ...] | None = None
     prompts: tuple[str, ...] = ()
 
@@ -300,6 +316,8 @@ class Batch:
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
         """The batch on a device, its latents and embeddings in `dtype`; masks and weights keep theirs."""
 
+        rejected = self.rejected_latent
+
         def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
@@ -313,12 +331,12 @@ class Batch:
             empty_tail=self.empty_tail.to(device, dtype, non_blocking=True),
             empty_prompt_embeds_mask=moved(self.empty_prompt_embeds_mask),
             loss_mask=moved(self.loss_mask),
+            rejected_latent=None if rejected is None else rejected.to(device, dtype, non_blocking=True),
         )
 
 
 _FEW = 4
 _PROMPT_CHARACTERS = 60
-_TOLD = ("pixel_latent", "control_latent", "prompt_embed", "loss_mask")
 
 
 def _cut(text: str) -> str:

@@ -68,7 +68,7 @@ class StubEncoder:
         return results
 
     def encode(self, row: Row) -> Sample:
-        key, shape, length, _ = self.inspect(row)
+        key, shape, length, *_ = self.inspect(row)
         self.encoded.append(row.index)
         generator = torch.Generator().manual_seed(int(hashlib.sha256(key.encode()).hexdigest()[:15], 16))
 

@@ -191,6 +191,8 @@ def check_record(index: Json, sample: Json, meta: Json, tensors: dict[str, Json]
     }
     if controls or not text_alone:
         due["control_latent"] = ("F16", controls[0] if len(controls) == 1 else [sum(map(prod, controls))])
+    if "rejected_latent" in tensors:
+        due["rejected_latent"] = due["pixel_latent"]
     if "loss_mask" in tensors:
         due["loss_mask"] = ("U8", target)
     if thumbnail_px := index["recipe"].get("thumbnail_px"):

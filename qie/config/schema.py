@@ -152,6 +152,9 @@ class ColumnsConfig(Section):
     )
     prompt: str | None = Field(None, min_length=1, description="The instruction, or a list of captions.")
     mask: str | None = Field(None, min_length=1, description="The mask.")
+    rejected: str | None = Field(
+        None, min_length=1, description="An image for the same instruction that people like less than the target."
+    )
     name: str | None = Field(None, min_length=1, description="A column of the rows' names, each once.")
 
 

@@ -35,11 +35,14 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
     controls = zip(*(sample.control_latent for sample in samples), strict=True)
     # The largest copy first: of two threads, one then copies while the other does what needs Python's lock. Copied
     # last, samples of 11 MB come 9 % more slowly.
-    parts = [prompts, tails, latents, *controls]
+    rejected = [sample.rejected_latent for sample in samples if sample.rejected_latent is not None]
+    paired = len(rejected) == len(samples)
+    parts = [prompts, tails, latents, *([rejected] if paired else []), *controls]
     own = len(samples) == 1 and samples[0].own and not pinned
-    prompt_embed, empty_tail, pixel_latent, *control_latent = (
+    prompt_embed, empty_tail, pixel_latent, *others = (
         [one[None] for (one,) in parts] if own else _together(parts, pinned)
     )
+    rejected_latent, *control_latent = others if paired else (None, *others)
     prompt_lengths = tuple(map(len, prompts))
     empty_lengths = tuple(sample.shared_prefix + len(sample.empty_tail) for sample in samples)
     return Batch(
@@ -56,6 +59,7 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
         empty_lengths=empty_lengths,
         empty_prompt_embeds_mask=_mask(empty_lengths),
         loss_mask=_loss_mask(samples),
+        rejected_latent=rejected_latent,
         image_slots=_image_slots(samples),
         prompts=tuple(sample.prompt for sample in samples),
     )

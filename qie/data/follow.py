@@ -143,6 +143,10 @@ class GrowingSamples:
         return self._there.masked
 
     @property
+    def paired(self) -> int:
+        return self._there.paired
+
+    @property
     def distant(self) -> bool:
         return self._there.distant
 

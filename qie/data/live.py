@@ -226,6 +226,10 @@ class LiveSamples:
         return any(facts.masked for facts in self.known.facts)
 
     @property
+    def paired(self) -> int:
+        return sum(facts.paired for facts in self.known.facts)
+
+    @property
     def distant(self) -> bool:
         return False
 

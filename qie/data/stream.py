@@ -73,6 +73,10 @@ class Samples(Protocol):
         """Whether a sample has a loss mask."""
 
     @property
+    def paired(self) -> int:
+        """How many samples have a rejected target."""
+
+    @property
     def distant(self) -> bool:
         """Whether `fetch` mostly waits, for a store: then many may wait at once."""
 

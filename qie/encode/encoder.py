@@ -69,6 +69,12 @@ class Picture:
         """An image under a recipe's sizes."""
         return cls(image, choose_view(image.size, recipe.areas_px, recipe.buckets_px, recipe.multiple_px))
 
+    def seen_as(self, other: Picture) -> Picture:
+        """The same part of this image as the models get of another one of the same proportions, and as large."""
+        scales = self.image.width / other.image.width, self.image.height / other.image.height
+        left, top, right, bottom = (round(side * scales[place % 2]) for place, side in enumerate(other.view.box))
+        return Picture(self.image, View((left, top, right, bottom), other.view.size))
+
     @cached_property
     def for_vae(self) -> Image.Image:
         return apply_view(self.image, self.view)
@@ -103,6 +109,7 @@ class DecodedRow:
     prompt: str
     target: Picture
     controls: tuple[Picture, ...]
+    rejected: Picture | None
     loss_mask: torch.Tensor | None
     notes: tuple[str, ...]
     shape: Shape
@@ -116,6 +123,7 @@ class PreparedRow:
     prompt: str
     target: torch.Tensor
     controls: tuple[torch.Tensor, ...]
+    rejected: torch.Tensor | None
     patches: Patches
     loss_mask: torch.Tensor | None
     thumbnail: torch.Tensor | None
@@ -131,6 +139,7 @@ class _Latents:
     prepared: PreparedRow
     target: Stored
     controls: tuple[Stored, ...]
+    rejected: Stored | None
 
 
 def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:
@@ -149,9 +158,16 @@ def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:
         )
     check_prompt(row.prompt)
     images = {"the target": row.target} | {f"control {n}": content for n, content in enumerate(row.controls, start=1)}
+    if row.rejected is not None:
+        images["the rejected target"] = row.rejected
     layers = {what: decode_layers(content, what, max_image_px) for what, content in images.items()}
     decoded = {what: one.rgba if family.alpha else one.on(recipe.background) for what, one in layers.items()}
-    target, *controls = (Picture.of(augmented(image, row.augment), recipe) for image in decoded.values())
+    pictures = {what: Picture.of(augmented(image, row.augment), recipe) for what, image in decoded.items()}
+    rejected = pictures.pop("the rejected target", None)
+    target, *controls = pictures.values()
+    if rejected is not None:
+        require_proportions(decoded["the rejected target"], decoded["the target"].size, "the rejected target")
+        rejected = rejected.seen_as(target)
     loss_mask = None
     if row.mask is not None:
         mask = decode_image(row.mask, "the mask", recipe.background, max_image_px)
@@ -170,7 +186,8 @@ def decode_row(row: Row, recipe: Recipe, max_image_px: int) -> DecodedRow:
             if one.opacity is not None
         ]
     shape = Shape(target.latent_size(recipe), tuple(control.latent_size(recipe) for control in controls))
-    return DecodedRow(row, normal_prompt(row.prompt), target, tuple(controls), loss_mask, tuple(notes), shape)
+    prompt = normal_prompt(row.prompt)
+    return DecodedRow(row, prompt, target, tuple(controls), rejected, loss_mask, tuple(notes), shape)
 
 
 def text_room(family: Family, shape: Shape) -> int:
@@ -271,7 +288,8 @@ class Encoder:
     def inspect(self, row: Row) -> Facts:
         """Key, shape and length of a row, not encoded. Raises RowError as `encode`, except for NaN and infinity."""
         decoded = self._decode(row)
-        return Facts(self.recipe.key(row), decoded.shape, self._count_tokens(decoded), row.mask is not None)
+        told = row.mask is not None, row.rejected is not None
+        return Facts(self.recipe.key(row), decoded.shape, self._count_tokens(decoded), *told)
 
     def encode(self, row: Row) -> Sample:
         """The row's sample, in host memory.
@@ -358,6 +376,7 @@ class Encoder:
             decoded.prompt,
             self._pixels(target),
             tuple(self._pixels(control.for_vae) for control in decoded.controls),
+            None if decoded.rejected is None else self._pixels(decoded.rejected.for_vae),
             self.text.patches([control.for_text(self.recipe) for control in decoded.controls]),
             decoded.loss_mask,
             to_thumbnail(on_background(target, self.recipe.background), small) if small else None,
@@ -367,17 +386,21 @@ class Encoder:
         )
 
     def _pictures(self, row: DecodedRow) -> bytes | None:
-        """Controls, target and mask made small, for people."""
-        if self.thumbnail_px is None:
+        """Controls, target, rejected target and mask made small, for people."""
+
+        most_px = self.thumbnail_px
+        if most_px is None:
             return None
-        target, *controls = (
-            to_small(on_background(one.for_vae, self.recipe.background), self.thumbnail_px)
-            for one in (row.target, *row.controls)
-        )
+
+        def small(picture: Picture) -> Image.Image:
+            return to_small(on_background(picture.for_vae, self.recipe.background), most_px)
+
+        target, controls = small(row.target), tuple(map(small, row.controls))
         mask = None
         if row.loss_mask is not None:
             mask = Image.fromarray(row.loss_mask.numpy()).resize(target.size, Image.Resampling.BILINEAR)
-        return encode_pictures(SmallPictures(target, tuple(controls), mask))
+        rejected = None if row.rejected is None else small(row.rejected)
+        return encode_pictures(SmallPictures(target, controls, mask, rejected))
 
     def _compare(self, row: DecodedRow) -> Pair | None:
         """How the target lies on a control, as the VAE gets them."""
@@ -412,7 +435,14 @@ class Encoder:
             if isinstance(latent, RowError):
                 raise latent
             controls.append(latent)
-        return _Latents(row, target, tuple(controls))
+        rejected = None
+        if row.rejected is not None:
+            # Its size is the target's.
+            digest = f"{row.row.rejected_hash} {row.row.target_hash}"
+            rejected = self._latent(digest, row.row, row.rejected, "the rejected target's latent")
+        if isinstance(rejected, RowError):
+            raise rejected
+        return _Latents(row, target, tuple(controls), rejected)
 
     def _latent(self, digest: str, row: Row, pixels: torch.Tensor, what: str) -> Stored | RowError:
         """The latent of one image alone: a function of its content and its augmentation."""
@@ -447,7 +477,8 @@ class Encoder:
             empty_prompt_embeds_mask=torch.ones(prefix + len(empty_tail.values), dtype=torch.bool),
             shared_prefix=prefix,
             loss_mask=prepared.loss_mask,
-            clipped=sum(part.clipped for part in (row.target, *row.controls, prompt, empty_tail)),
+            rejected_latent=None if row.rejected is None else row.rejected.values,
+            clipped=sum(part.clipped for part in (row.target, row.rejected, *row.controls, prompt, empty_tail) if part),
             thumbnail=prepared.thumbnail,
             image_slots=embeds.image_slots if family.interleaved else None,
             pictures=prepared.pictures,

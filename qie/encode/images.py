@@ -308,10 +308,10 @@ def to_small(image: Image.Image, most_px: int) -> Image.Image:
     return image.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=2.0)
 
 
-def require_proportions(mask: Image.Image, image: Size) -> None:
-    """Raise RowError when the proportions of a mask and its image differ by more than a pixel."""
-    if abs(mask.width * image[1] - mask.height * image[0]) > max(*mask.size, *image):
-        raise RowError("the mask and the target have different proportions", expected=image, found=mask.size)
+def require_proportions(other: Image.Image, image: Size, what: str = "the mask") -> None:
+    """Raise RowError when the proportions of a mask, or of `what`, and its image differ by more than a pixel."""
+    if abs(other.width * image[1] - other.height * image[0]) > max(*other.size, *image):
+        raise RowError(f"{what} and the target have different proportions", expected=image, found=other.size)
 
 
 def to_loss_mask(mask: Image.Image, image: Size, view: View, scale: int = 8) -> torch.Tensor:

@@ -24,8 +24,9 @@ MOST_NAMES = 10
 def row_html(row: Row) -> Html:
     """Its controls, target and mask as pictures, and its prompt."""
     files = {f"control {number}": one for number, one in enumerate(row.controls, start=1)} | {"target": row.target}
-    if row.mask is not None:
-        files["mask"] = row.mask
+    for what in ("rejected", "mask"):
+        if (content := getattr(row, what)) is not None:
+            files[what] = content
     pictures = [_file(content, what) for what, content in files.items()]
     return tag("div", *pictures, _prompt(row.prompt), tag("p", f"row {row.index}, ", foreign(row.name)))
 
@@ -94,7 +95,8 @@ def _pictures(sample: Sample) -> dict[str, Image.Image]:
     with suppress(ShardError):
         found = decode_pictures(sample.pictures, sample.key)
         controls = {f"control {number}": one for number, one in enumerate(found.controls, start=1)}
-        return {**controls, "target": found.target, **({"mask": found.mask} if found.mask else {})}
+        others = {"rejected": found.rejected, "mask": found.mask}
+        return {**controls, "target": found.target, **{what: one for what, one in others.items() if one}}
     return {}
 
 

@@ -192,6 +192,8 @@ _STORED = TypeAdapter(_Stored)
 def row_inputs(row: Row) -> dict[str, str]:
     """All of a row that its key is made of, by name: the first 16 hex characters of each SHA-256."""
     inputs = {"target": row.target_hash[:16], "prompt": _sha256(normal_prompt(row.prompt).encode())[:16]}
+    if row.rejected_hash is not None:
+        inputs["rejected"] = row.rejected_hash[:16]
     inputs |= {f"control {number}": digest[:16] for number, digest in enumerate(row.control_hashes, start=1)}
     if row.mask is not None:
         inputs["mask"] = _sha256(row.mask)[:16]

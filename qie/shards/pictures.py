@@ -39,11 +39,13 @@ class SmallPictures:
         target: RGB.
         controls: RGB, in order. None where the shard has a picture of the target alone.
         mask: grey, as large as the target, white where the loss counts; None without a mask.
+        rejected: RGB, the rejected target; None without one.
     """
 
     target: Image.Image
     controls: tuple[Image.Image, ...] = ()
     mask: Image.Image | None = None
+    rejected: Image.Image | None = None
 
 
 def encode_pictures(pictures: SmallPictures) -> bytes:
@@ -52,7 +54,8 @@ def encode_pictures(pictures: SmallPictures) -> bytes:
     from PIL import Image
 
     named = [("control", one) for one in pictures.controls] + [("target", pictures.target)]
-    named += [("mask", pictures.mask)] if pictures.mask is not None else []
+    for name, picture in (("rejected", pictures.rejected), ("mask", pictures.mask)):
+        named += [(name, picture)] if picture is not None else []
     height = max(one.height for _, one in named)
     places, parts, at = [], [], 0
     for name, one in named:
@@ -79,7 +82,8 @@ def decode_pictures(jpeg: bytes, where: object) -> SmallPictures:
     parts = [(name, whole.crop((x, 0, x + width, height))) for name, x, width, height in places]
     (target,) = (one for name, one in parts if name == "target")
     mask = next((one.convert("L") for name, one in parts if name == "mask"), None)
-    return SmallPictures(target, tuple(one for name, one in parts if name == "control"), mask)
+    rejected = next((one for name, one in parts if name == "rejected"), None)
+    return SmallPictures(target, tuple(one for name, one in parts if name == "control"), mask, rejected)
 
 
 def spots_of(jpeg: bytes, where: object) -> tuple[tuple[int, int], Sequence[Spot]]:
@@ -105,7 +109,8 @@ def _places(places: Any, size: tuple[int, int]) -> Sequence[Spot]:
     """Which picture stands where: name, x, width, height. Raises ValueError for what leads outside of `size`."""
     found = [(str(name), int(x), int(width), int(height)) for name, x, width, height in places]
     names = [name for name, *_ in found]
-    if names not in [["control"] * (len(names) - len(end)) + end for end in (["target"], ["target", "mask"])]:
+    ends = [["target", *more] for more in ([], ["mask"], ["rejected"], ["rejected", "mask"])]
+    if names not in [["control"] * (len(names) - len(end)) + end for end in ends]:
         raise ValueError(f"pictures of {names}")
     for name, x, width, height in found:
         if not (0 < width <= MOST_PX and 0 < height <= MOST_PX and 0 <= x <= size[0] - width and height <= size[1]):

@@ -360,6 +360,7 @@ def _sizes(
         token_width=token_width,
         masked="loss_mask" in entries,
         thumbnail=(thumbnail[0], thumbnail[1]),
+        paired="rejected_latent" in entries,
         text_alone=text_alone,
     )
 

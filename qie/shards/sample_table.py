@@ -99,6 +99,7 @@ class Table:
         prefixes: [N] leading tokens that both embeddings share.
         widths: [N] of a token's embedding.
         masked: [N] whether there is a loss mask.
+        paired: [N] whether there is a rejected target.
         sources: [N] number in `source_names`.
         ends: [shards] where each shard's samples end.
         shape_names, source_names: each once.
@@ -117,6 +118,7 @@ class Table:
     prefixes: NDArray[np.int32]
     widths: NDArray[np.int32]
     masked: NDArray[np.bool_]
+    paired: NDArray[np.bool_]
     sources: NDArray[np.int32]
     ends: NDArray[np.int64]
     shape_names: tuple[Shape, ...]
@@ -191,6 +193,7 @@ class Table:
             token_width=int(self.widths[position]),
             masked=bool(self.masked[position]),
             thumbnail=recipe.thumbnail_size(shape) or (0, 0),
+            paired=bool(self.paired[position]),
             text_alone=is_text_alone(recipe),
         )
 
@@ -221,6 +224,7 @@ class Table:
             prefixes=np.array([one.prefix for one in sizes], np.int32),
             widths=np.array([one.token_width for one in sizes], np.int32),
             masked=np.array([one.masked for one in sizes], np.bool_),
+            paired=np.array([one.paired for one in sizes], np.bool_),
             sources=sources,
             ends=np.array([len(members)], np.int64),
             shape_names=shape_names,
@@ -344,6 +348,7 @@ def _sizes(entry: Entry, member: Member, recipe: Recipe, where: object) -> Sizes
         token_width=token_width,
         masked="loss_mask" in found,
         thumbnail=recipe.thumbnail_size(entry.shape) or (0, 0),
+        paired="rejected_latent" in found,
         text_alone=is_text_alone(recipe),
     )
     fitting = token_width > 0 and 0 <= sizes.prefix <= entry.tokens < 2**31 and bytes_by_name(sizes) == found

@@ -197,6 +197,11 @@ class ShardSet:
         """Whether a sample has a loss mask."""
         return bool(self.table.masked.any())
 
+    @property
+    def paired(self) -> int:
+        """How many samples have a rejected target."""
+        return int(np.count_nonzero(self.table.paired))
+
     @cached_property
     def distant(self) -> bool:
         """Whether samples are requests to a store, which wait more than they work."""
@@ -223,8 +228,8 @@ class ShardSet:
     def facts(self, position: int) -> Facts:
         """What its index says of a sample."""
         shape = self.table.shape(position)
-        masked = bool(self.table.masked[position])
-        return Facts(self.table.key(position), shape, int(self.table.tokens[position]), masked)
+        masked, paired = bool(self.table.masked[position]), bool(self.table.paired[position])
+        return Facts(self.table.key(position), shape, int(self.table.tokens[position]), masked, paired)
 
     @cached_property
     def entries(self) -> list[Entry]:

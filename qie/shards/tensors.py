@@ -38,6 +38,7 @@ class Sizes(NamedTuple):
         token_width: of a token's embedding.
         masked: whether there is a loss mask.
         thumbnail: its height and width; zeros without one.
+        paired: whether there is a rejected target.
         text_alone: whether embeddings are those of text alone, as of Qwen-Image-2.1: BF16, beside 64 channels.
     """
 
@@ -50,6 +51,7 @@ class Sizes(NamedTuple):
     token_width: Any
     masked: Any
     thumbnail: tuple[Any, Any] = (0, 0)
+    paired: Any = False
     text_alone: bool = False
 
     @property
@@ -127,6 +129,14 @@ TENSORS = (
     ),
     StoredTensor("empty_prompt_embeds_mask", "BOOL", 1, lambda of: (of.empty_tokens,), "mask", may_be_empty=True),
     StoredTensor("loss_mask", "U8", 2, lambda of: (of.height, of.width), "mask", there=lambda of: of.masked),
+    StoredTensor(
+        "rejected_latent",
+        "F16",
+        4,
+        lambda of: (of.channels, 1, of.height, of.width),
+        "latent",
+        there=lambda of: of.paired,
+    ),
     StoredTensor("thumbnail", "U8", 3, lambda of: (*of.thumbnail, 3), "picture", there=lambda of: of.thumbnail[0] > 0),
 )
 BY_NAME = {tensor.name: tensor for tensor in TENSORS}

@@ -27,6 +27,7 @@ CONTROL = (
 PROMPT = ("prompt", "caption", "instruction", "edit_prompt", "text")
 PROMPT_LIST = ("prompts", "captions")
 MASK = ("path_mask", "control_mask", "mask")
+REJECTED = ("path_rejected", "rejected_image", "rejected")
 NAME = ("name", "id")
 
 _NO_BYTES = {"bytes": None, "path": None}
@@ -57,6 +58,7 @@ class Roles:
             is the prompt.
         prompt_list: a column of several captions.
         mask: the mask.
+        rejected: an image that is liked less than the target.
         name: what the owner calls the row.
         layout: what the owner says of it.
     """
@@ -68,6 +70,7 @@ class Roles:
     more_prompts: tuple[tuple[int, str], ...]
     prompt_list: str | None
     mask: str | None
+    rejected: str | None
     name: str | None
     layout: Layout = DEFAULT
 
@@ -78,7 +81,7 @@ class Roles:
 
     def used(self) -> list[str]:
         """The columns that are read."""
-        single = (self.target, self.control, self.prompt, self.prompt_list, self.mask, self.name)
+        single = (self.target, self.control, self.prompt, self.prompt_list, self.mask, self.rejected, self.name)
         numbered = (*self.more_controls, *self.more_prompts)
         return [column for column in (*single, *(column for _, column in numbered)) if column is not None]
 
@@ -115,6 +118,7 @@ def roles_of(columns: tuple[str, ...], layout: Layout = DEFAULT) -> Roles:
         more_prompts=more_prompts,
         prompt_list=_column(known, prompt_list),
         mask=_column(known, _named(known, names.mask, MASK)),
+        rejected=_column(known, _named(known, names.rejected, REJECTED)),
         name=_column(known, _named(known, names.name, NAME)),
         layout=layout,
     )
@@ -219,7 +223,7 @@ def _numbered(known: dict[str, str], folded: str) -> tuple[tuple[int, str], ...]
 
 def _is_understood(folded: str) -> bool:
     """Whether a column of this name can have a role."""
-    names = (*TARGET, *CONTROL, *PROMPT, *PROMPT_LIST, *MASK, *NAME)
+    names = (*TARGET, *CONTROL, *PROMPT, *PROMPT_LIST, *MASK, *REJECTED, *NAME)
     return re.sub(r"_[0-9]+$", "", folded) in names or folded in names
 
 
@@ -261,7 +265,8 @@ class Cells:
             controls=self._controls(),
             prompt=prompt,
             more_prompts=tuple(more_prompts),
-            mask=self._mask(),
+            mask=self._optional(self.roles.mask),
+            rejected=self._optional(self.roles.rejected),
         )
 
     def name(self, otherwise: str) -> str:
@@ -273,7 +278,8 @@ class Cells:
     def paths(self) -> list[str]:
         """The paths and URLs of its images, as they are written."""
         roles = self.roles
-        columns = (roles.target, roles.control, *(column for _, column in roles.more_controls), roles.mask)
+        further = (column for _, column in roles.more_controls)
+        columns = (roles.target, roles.control, *further, roles.mask, roles.rejected)
         cells = [self.values.get(column) for column in columns if column]
         flat = [one for cell in cells for one in (cell if isinstance(cell, list) else [cell])]
         texts = [one.get("path") if isinstance(one, dict) and one.get("bytes") is None else one for one in flat]
@@ -288,8 +294,7 @@ class Cells:
             *(self._image(column, self.values[column]) for column in further),
         )
 
-    def _mask(self) -> bytes | None:
-        column = self.roles.mask
+    def _optional(self, column: str | None) -> bytes | None:
         return self._image(column, self.values[column]) if column and self._given(column) else None
 
     def _images(self, column: str | None, role: str) -> list[bytes]:

@@ -17,7 +17,7 @@ from qie.recipe import normal_prompt
 from qie.stores import File, Folder
 from qie.types import Row
 
-_BESIDE = re.compile(r"(.*)_(mask|control_\d+)")
+_BESIDE = re.compile(r"(.*)_(mask|rejected|control_\d+)")
 _CONTROL = re.compile(r"(.*)_control_\d+")
 _PROMPT = re.compile(r"(.*)_prompt_\d+")
 _NUMBER = re.compile(r"(.*)_(\d+)")
@@ -66,6 +66,7 @@ class FolderSource:
         training_images/x.png   the target, with x.txt (in either folder) as its prompt
         control_images/x.png    its first control; x_control_1.png, x_control_2.png … are further ones
         x_mask.png              its mask, in either folder
+        x_rejected.png          its rejected target, in either folder
         x_prompt_1.txt …        further captions, in either folder
 
     Folders of other names are read as their owner, or a preset, calls them. A row may have its further controls, its
@@ -89,6 +90,7 @@ class FolderSource:
     masks: ImageFolder | None = None
     prompts: ImageFolder | None = None
     preset: str | None = None
+    rejected: ImageFolder | None = None
 
     @classmethod
     def open(cls, folder: Folder, layout: Layout = DEFAULT) -> FolderSource:
@@ -97,7 +99,7 @@ class FolderSource:
         found = folders_of(folder, layout)
         targets = ImageFolder.list(found.target, captions)
         controls = tuple(ImageFolder.list(place) for place in found.controls)
-        masks = None if found.mask is None else ImageFolder.list(found.mask)
+        masks, rejected = (None if one is None else ImageFolder.list(one) for one in (found.mask, found.rejected))
         prompts = None if found.prompt is None else ImageFolder.list(found.prompt, captions)
         own = layout.preset is None  # other tools take every image of the folder for a target
         stems = tuple(sorted(stem for stem in targets.endings if not (own and _stands_beside(stem, targets.endings))))
@@ -112,7 +114,8 @@ class FolderSource:
         texts = {stem for place in places for stem in place.texts if stem not in targets.endings}
         pattern = {None: _CONTROL, "musubi": _NUMBER}.get(layout.preset)
         further = tuple(_further(pattern, place.endings) if pattern else {} for place in controls)
-        return cls(targets, controls, stems, further, _further(_PROMPT, texts), masks, prompts, layout.preset)
+        more_prompts = _further(_PROMPT, texts)
+        return cls(targets, controls, stems, further, more_prompts, masks, prompts, layout.preset, rejected)
 
     def __len__(self) -> int:
         return len(self.stems)
@@ -128,7 +131,7 @@ class FolderSource:
         if (prompt := self._prompt(stem)) is None:
             raise RowError("no prompt", where=stem, expected=f"{File((self.prompts or self.targets).folder, stem)}.txt")
         prompts = [self._text(name) for name in self._more(self.more_prompts, stem, "prompt")]
-        mask = self._mask(stem)
+        mask, rejected = self._beside(stem, "mask", self.masks), self._beside(stem, "rejected", self.rejected)
         return Row(
             index=range(len(self))[index],
             name=self.name(index),
@@ -136,6 +139,7 @@ class FolderSource:
             controls=tuple(row_bytes(image) for image in controls),
             prompt=prompt,
             mask=row_bytes(mask) if mask else None,
+            rejected=row_bytes(rejected) if rejected else None,
             more_prompts=tuple(_decoded(text) for text in prompts if text),
         )
 
@@ -152,12 +156,13 @@ class FolderSource:
             raise RowError("no control image", where=stem, expected=expected)
         return [image for name in names if (image := place.image(name))]
 
-    def _mask(self, stem: str) -> File | None:
-        if self.masks is not None:
-            return self.masks.image(stem) or self.masks.image(f"{stem}_mask")
+    def _beside(self, stem: str, what: str, folder: ImageFolder | None) -> File | None:
+        """A row's mask, or rejected target: in a folder of its own, or beside others."""
+        if folder is not None:
+            return folder.image(stem) or folder.image(f"{stem}_{what}")
         if self.preset is not None:
             return None
-        found = (place.image(f"{stem}_mask") for place in (self.targets, *self.controls))
+        found = (place.image(f"{stem}_{what}") for place in (self.targets, *self.controls))
         return next((image for image in found if image), None)
 
     def _prompt(self, stem: str) -> str | None:

@@ -28,6 +28,7 @@ class Folders:
     controls: tuple[Folder, ...]
     mask: Folder | None = None
     prompt: Folder | None = None
+    rejected: Folder | None = None
 
 
 def folders_of(folder: Folder, layout: Layout = DEFAULT) -> Folders:
@@ -117,9 +118,12 @@ def _are_controls(images: set[str], targets: set[str]) -> bool:
     return 2 * len(plain & targets) > max(len(plain), len(targets))
 
 
-def _others(folder: Folder, names: Names) -> tuple[Folder | None, Folder | None]:
-    mask = None if names.mask is None else _named(folder, names.mask)
-    return mask, None if names.prompt is None else _named(folder, names.prompt)
+def _others(folder: Folder, names: Names) -> tuple[Folder | None, Folder | None, Folder | None]:
+    """Those of masks, prompts and rejected targets, where they are named."""
+    mask, prompt, rejected = (
+        None if name is None else _named(folder, name) for name in (names.mask, names.prompt, names.rejected)
+    )
+    return mask, prompt, rejected
 
 
 def _named(folder: Folder, name: str) -> Folder:

@@ -146,9 +146,8 @@ def _settings(spec: SourceSpec, *, mixed: bool = False) -> dict[str, object]:
     if spec.preset:
         found["preset"] = spec.preset
     names = Names.of(spec.columns)
-    columns = {
-        role: name for role in ("target", "controls", "prompt", "mask", "name") if (name := getattr(names, role))
-    }
+    roles = ("target", "controls", "prompt", "mask", "rejected", "name")
+    columns = {role: name for role in roles if (name := getattr(names, role))}
     if columns:
         found["columns"] = {role: list(name) if isinstance(name, tuple) else name for role, name in columns.items()}
     if spec.root:

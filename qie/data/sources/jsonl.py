@@ -88,7 +88,7 @@ class JsonlSource:
             )
         if len(self) > _LOOKED_AT:  # what a row may lack may come later
             names = self.layout.columns
-            rare = [name for name in (names.mask, *(names.controls or ())[1:]) if name is not None]
+            rare = [name for name in (names.mask, names.rejected, *(names.controls or ())[1:]) if name is not None]
             for name in rare:
                 keys.setdefault(name.strip().lower(), name)
         return list(keys.values())

@@ -20,6 +20,7 @@ class Names:
         controls: the images to edit, in order; () for none, which is text-to-image.
         prompt: the instruction; a column may hold a list of captions, the prompt first.
         mask: the mask.
+        rejected: an image that is liked less than the target.
         name: what the owner calls the row; columns only.
         numbered: `controls` is one name, which may be followed by _0, _1 …
     """
@@ -28,6 +29,7 @@ class Names:
     controls: tuple[str, ...] | None = None
     prompt: str | None = None
     mask: str | None = None
+    rejected: str | None = None
     name: str | None = None
     numbered: bool = False
 
@@ -62,7 +64,13 @@ class Names:
 
     def given(self) -> dict[str, str]:
         """The role of each name, in words."""
-        roles = {"target": "target image", "prompt": "prompt", "mask": "mask", "name": "name"}
+        roles = {
+            "target": "target image",
+            "prompt": "prompt",
+            "mask": "mask",
+            "rejected": "rejected target",
+            "name": "name",
+        }
         found = {name: words for role, words in roles.items() if (name := getattr(self, role)) is not None}
         return found | dict.fromkeys(self.controls or (), "control image")
 

@@ -127,6 +127,7 @@ class TarSource:
     txt, prompt.txt, caption            the prompt; prompt_1.txt … are further ones
     json                                without those: an object with a prompt, named as columns are
     mask.png                            the mask
+    rejected.png                        the rejected target
     """
 
     tars: tuple[TarRows, ...]
@@ -208,7 +209,8 @@ def _of_members(layout: Layout) -> Layout:
 
     controls = None if names.controls is None else tuple(column(name) or "" for name in names.controls)
     prompt = None if names.prompt is None else names.prompt.strip().lower()
-    names = replace(names, target=column(names.target), controls=controls, prompt=prompt, mask=column(names.mask))
+    target, mask, rejected = map(column, (names.target, names.mask, names.rejected))
+    names = replace(names, controls=controls, prompt=prompt, target=target, mask=mask, rejected=rejected)
     return replace(layout, names=names, preset=None)
 
 
