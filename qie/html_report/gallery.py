@@ -63,17 +63,18 @@ class SmallPicture:
 
 @dataclass(frozen=True)
 class CardPictures:
-    """The pictures of a card: what was there, what it should become, and where the loss counts."""
+    """The pictures of a card: what was there, what it should become, where the loss counts, what is liked less."""
 
     controls: tuple[SmallPicture, ...]
     target: SmallPicture
     mask: SmallPicture | None = None
+    rejected: SmallPicture | None = None
 
     @classmethod
     def of(cls, pictures: SmallPictures) -> CardPictures:
         """Those that a shard holds."""
-        mask = None if pictures.mask is None else SmallPicture.of(pictures.mask)
-        return cls(tuple(map(SmallPicture.of, pictures.controls)), SmallPicture.of(pictures.target), mask)
+        mask, rejected = (None if one is None else SmallPicture.of(one) for one in (pictures.mask, pictures.rejected))
+        return cls(tuple(map(SmallPicture.of, pictures.controls)), SmallPicture.of(pictures.target), mask, rejected)
 
 
 @dataclass(frozen=True)

@@ -289,13 +289,14 @@ function fill(shots, found, name) {
     frame.style.aspectRatio = `${w} / ${h}`;
     return frame;
   };
-  const made = spots.filter(([kind]) => kind !== "mask").map((spot) => {
+  const seen = spots.filter(([kind]) => kind !== "mask");
+  const made = seen.map((spot) => {
     const frame = part(`shot cut ${spot[0]}`, spot, `${spot[0]} of ${name}`);
     frame.style.maxWidth = `calc(var(--tall) * ${spot[2]} / ${spot[3]})`;
     return frame;
   });
   const mask = spots.find(([kind]) => kind === "mask");
-  if (mask) made.at(-1).append(part("cut mask", mask, "its mask"));
+  if (mask) made[seen.findIndex(([kind]) => kind === "target")].append(part("cut mask", mask, "its mask"));
   shots.replaceChildren(...made);
 }
 

@@ -304,7 +304,7 @@ def _exclusion(card: Card) -> str:
 
 
 def _shots(card: Card, name: str) -> list[Html]:
-    """The controls, and the target under its mask."""
+    """The controls, the target under its mask, and the rejected target."""
     if card.pictures is None:
         return [tag("span", "no picture")]
     controls, mask = card.pictures.controls, card.pictures.mask
@@ -313,7 +313,10 @@ def _shots(card: Card, name: str) -> list[Html]:
         for number, one in enumerate(controls, start=1)
     ]
     over = _image(mask, "its mask", class_="mask") if mask else ""
-    return [*made, tag("div", _image(card.pictures.target, f"target of {name}"), over, class_="shot target")]
+    made.append(tag("div", _image(card.pictures.target, f"target of {name}"), over, class_="shot target"))
+    if rejected := card.pictures.rejected:
+        made.append(tag("div", _image(rejected, f"rejected target of {name}"), class_="shot rejected"))
+    return made
 
 
 def _image(picture: SmallPicture, alt: str, class_: str | None = None) -> Html:
