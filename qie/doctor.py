@@ -337,20 +337,15 @@ def try_store(folder: Folder) -> Finding:
 
 
 def _bytes_to_come(config: Config) -> float:
-    """About the size of all shards, by the first row and the model's width of text; 0 if they cannot be known."""
+    """About the size of all shards; 0 if it cannot be known."""
     from qie.from_config import open_model, open_rows
+    from qie.precompute.overview import expected_bytes
 
     try:
-        family, rows = open_model(config, ()).family, open_rows(config)
-        images = 1 + len(rows.read(0).controls)
-    except (QieError, OSError, IndexError):
+        rows = open_rows(config)
+        return expected_bytes(config, open_model(config, ()), rows, len(rows))
+    except QieError:
         return 0.0  # which other checks tell
-    area = config.data.area_px or family.area_px
-    areas = [width * height for width, height in config.data.buckets_px] or (area if isinstance(area, list) else [area])
-    latents = images * max(areas) / family.latent_scale**2 * family.latent_channels * 2
-    seen = 0 if family.interleaved else (config.data.text_area_px or family.text_area_px or max(areas)) / 784
-    controls = max(images - 1, 0)
-    return len(rows) * config.cache.variants * (latents + (100 + controls * seen) * 4096 * 2)
 
 
 def _run(config: Config) -> Iterator[Finding]:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from qie.cli.common import Command, JsonLog, config_option, explained, quiet_option, set_option
+from qie.cli.common import Command, JsonLog, config_option, explained, quiet_option, set_option, typed_again
 from qie.cli.progress import Progress
-from qie.cli.terminal import echo
+from qie.cli.terminal import echo, tell_next, tell_summary
 from qie.quantities import human_bytes, human_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from qie.config import Config
+    from qie.data.sources import Source
     from qie.precompute import Report, Settings
     from qie.precompute.estimate import PrecomputeEstimate
     from qie.precompute.ranges import Range
     from qie.recipe import Recipe
     from qie.shards.index import Skipped
+    from qie.stores import Folder
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -84,9 +86,7 @@ def main(
     if prepare := click.get_current_context().obj:
         prepare()
     from qie.config import load_config, required
-    from qie.data.sources import source_notes
-    from qie.from_config import open_encoder, open_rows, precompute_config, worker_configs
-    from qie.precompute.estimate import estimate_precompute
+    from qie.from_config import open_rows, precompute_config
     from qie.quiet_libraries import quiet_libraries
     from qie.stores import open_folder
 
@@ -94,20 +94,15 @@ def main(
     if source:
         config = config.model_copy(update={"data": config.data.model_copy(update={"source": source})})
     rows = open_rows(config, "a folder, a CSV file, …, or --source")
-    for note in source_notes(rows):
-        echo(note, err=True)
     folder = open_folder(output or required(config.cache.cache_dir, "cache.cache_dir", "a folder, or --output"))
     wanted = _wanted(options, len(rows), dry_run)
     if wanted is None:
         return
     quiet_libraries()
     settings, devices = _settings(config, options), options["devices"]
+    _tell_overview(config, rows, folder, wanted, options, quiet)
     if dry_run:
-        encoder = open_encoder(worker_configs(config, devices)[0] if devices else config)
-        with Progress("checking", wanted[1] - wanted[0], "rows", quiet=quiet) as progress:
-            found = estimate_precompute(rows, encoder, folder, rows=wanted, settings=settings, progress=progress.at)
-        _print_estimate(found, encoder.recipe)
-        _finish(found.skipped)
+        _estimate(config, rows, folder, wanted, settings, devices, quiet)
     with Progress("encoding", wanted[1] - wanted[0], "rows", quiet=quiet) as progress, JsonLog(log_path) as log:
         run = partial(precompute_config, config, rows, folder, settings=settings, rows=wanted, devices=devices)
         run = partial(
@@ -115,7 +110,58 @@ def main(
         )
         report = _followed(run, wanted[1] - wanted[0], progress, log)
     _print(report, folder)
-    _finish(report.skipped)
+    _finish(report.skipped, lambda: _tell_next(folder, len(rows), quiet))
+
+
+def _estimate(
+    config: Config, rows: Source, folder: Folder, wanted: Range, settings: Settings, devices: str | None, quiet: bool
+) -> NoReturn:
+    """Print what a run would do; exit with 1 if rows cannot be encoded."""
+    from qie.from_config import open_encoder, worker_configs
+    from qie.precompute.estimate import estimate_precompute
+
+    encoder = open_encoder(worker_configs(config, devices)[0] if devices else config)
+    with Progress("checking", wanted[1] - wanted[0], "rows", quiet=quiet) as progress:
+        found = estimate_precompute(rows, encoder, folder, rows=wanted, settings=settings, progress=progress.at)
+    _print_estimate(found, encoder.recipe)
+    again = typed_again("precompute", flags=["--dry-run"])
+    _finish(
+        found.skipped,
+        lambda: tell_next(*again, quiet=quiet) if found.fresh else _tell_next(folder, len(rows), quiet),
+    )
+
+
+def _tell_overview(
+    config: Config, rows: Source, folder: Folder, wanted: Range, options: dict[str, Any], quiet: bool
+) -> None:
+    from qie.data.sources import source_notes
+    from qie.from_config import open_model
+    from qie.precompute.overview import overview_lines
+
+    workers = "those of the Ray cluster" if options["engine"] == "ray" else options["devices"]
+    tell_summary(list(overview_lines(config, open_model(config, ()), rows, folder, wanted, workers)), quiet=quiet)
+    for note in source_notes(rows):
+        echo(f"note: {note}", err=True)
+
+
+def _tell_next(folder: Folder, rows: int, quiet: bool) -> None:
+    """The rows that no shard holds yet, or the training."""
+    from qie.precompute.overview import rows_there
+
+    if quiet:
+        return
+    typed, there = click.get_current_context().params, rows_there(folder, (0, rows))
+    stops, starts = [0, *(stop for _, stop in there)], [*(start for start, _ in there), rows]
+    gap = next(((stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start), None)
+    if gap and typed["part"] is None:
+        bounds = ["--start-idx", str(gap[0]), *(["--end-idx", str(gap[1])] if gap[1] < rows else [])]
+        tell_next(*typed_again("precompute", options=["--start-idx", "--end-idx"]), *bounds)
+        return
+    sets = [word for text in typed["overrides"] for word in ("--set", text)]
+    sets += ["--set", f"data.source={typed['source']}"] if typed["source"] else []
+    place = [typed["output"]] if typed["output"] else []
+    later = "# once the other parts are there, too" if gap else ""
+    tell_next("qie", "train", "--config", typed["config_path"], *sets, *place, rest=later)
 
 
 def _check_prune(options: dict[str, Any], dry_run: bool) -> None:
@@ -200,9 +246,10 @@ def _notes(report: Report) -> list[str]:
 
 def _print(report: Report, folder: object) -> None:
     echo(
-        f"{report.rows} rows: {report.encoded} samples encoded, {report.reused} reused, "
+        f"{report.rows} row{_s(report.rows)}: {report.encoded} sample{_s(report.encoded)} encoded, "
+        f"{report.reused} reused, "
         f"{len(report.skipped)} skipped; "
-        f"{report.shards_written} shards written ({human_bytes(report.bytes_written)}), "
+        f"{report.shards_written} shard{_s(report.shards_written)} written ({human_bytes(report.bytes_written)}), "
         f"{report.shards_kept} kept, in {folder}"
     )
     if report.encoded and report.bottleneck:
@@ -217,6 +264,10 @@ def _print(report: Report, folder: object) -> None:
         echo(f"note: {count} × {note}")
 
 
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
 def _print_estimate(found: PrecomputeEstimate, recipe: Recipe) -> None:
     samples, fresh = found.shapes.total(), found.fresh.total()
     echo(f"{found.rows} rows: {samples} samples can be encoded, {len(found.skipped)} cannot; recipe {recipe.digest}")
@@ -228,11 +279,12 @@ def _print_estimate(found: PrecomputeEstimate, recipe: Recipe) -> None:
         echo(f"about {human_time(found.encoding_s)} on one set of devices, once the weights are loaded")
 
 
-def _finish(skipped: Sequence[Skipped], most: int = 20) -> None:
+def _finish(skipped: Sequence[Skipped], last: Callable[[], None], most: int = 20) -> NoReturn:
     for row in skipped[:most]:
         echo(f"skipped row {row.row} ({row.name}): {row.reason}", err=True)
     if len(skipped) > most:
         echo(f"… and {len(skipped) - most} more; qie-stats lists them all", err=True)
+    last()
     sys.exit(1 if skipped else 0)
 
 

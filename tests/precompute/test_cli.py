@@ -63,7 +63,11 @@ def test_the_log_is_json_lines_with_stages_and_the_bottleneck(config: Path, tmp_
     log = tmp_path / "log.jsonl"
     result = run(config, "--output", tmp_path / "out", "--log", log, "--end-idx", 5, "--shard-size", 2)
     before = log.read_text()
-    run(config, "--output", tmp_path / "out", "--log", log, "--end-idx", 5, "--shard-size", 2)
+    again = run(config, "--output", tmp_path / "out", "--log", log, "--end-idx", 5, "--shard-size", 2)
+    opened, _, ended = result.stderr.rstrip().rpartition("\n")
+    assert ": 12 rows, of which this run takes [0, 5)" in opened and f"{tmp_path / 'out'}: about 2" in opened
+    assert ended.startswith("next: qie precompute --config ") and ended.endswith(" --shard-size 2 --start-idx 5")
+    assert f"{tmp_path / 'out'}: 5 of 5 rows are there, " in again.stderr
     assert log.read_text().startswith(before), "a log is appended to"
     first, second = (json.loads(text.splitlines()[-1]) for text in (before, log.read_text()))
     assert (first["rows"], first["encoded"], first["shards_written"]) == (5, 5, 3)
@@ -106,6 +110,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(
 def test_records_of_older_shards_are_reused(config: Path, tmp_path: Path) -> None:
     result = run(config, "--reuse", config.parent / "shards", "--output", tmp_path / "out", "--shard-size", 5)
     assert result.stdout.startswith("12 rows: 0 samples encoded, 12 reused")
+    assert result.stderr.endswith(f"\nnext: qie train --config {config} {tmp_path / 'out'}\n")
 
 
 def test_a_dry_run_writes_nothing_and_finds_what_the_workers_would_find(config: Path, tmp_path: Path) -> None:
