@@ -50,6 +50,7 @@ def alerts(run: Mapping[str, Any], lines: MetricLines) -> Iterator[Alert]:
     yield from _of_state(run)
     if run["state"] in ("finished", "stopped"):
         return
+    yield from _of_notes(run)
     yield from _of_steps(lines)
     yield from _of_validations(run, lines)
     yield from _of_disk(run)
@@ -65,6 +66,11 @@ def _of_state(run: Mapping[str, Any]) -> Iterator[Alert]:
     elif state in ("training", "validating", "silent") and silent_s is not None and silent_s > SILENT_S:
         what = "No validation has ended" if state == "validating" else "No step"
         yield Alert("silent", f"{what} for {human_time(silent_s)}.", "Look at its log, and at its GPU.")
+
+
+def _of_notes(run: Mapping[str, Any]) -> Iterator[Alert]:
+    if words := run["notes"].get("prompts"):
+        yield Alert("prompts", f"The other prompts were refused: {words}", "The pictures stay those of before.")
 
 
 def _of_steps(lines: MetricLines) -> Iterator[Alert]:

@@ -13,6 +13,8 @@ from qie.html_report.markup import Html, join, tag
 NARROW, WIDE, HEIGHT = 360, 520, 220
 """Of a drawing, in units that are about a pixel."""
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 40
+LEAST = 1e-8
+"""Differences below it are not drawn: `round_ticks` writes so many digits."""
 POINTS = 240
 """Of a curve: so many have room beside each other."""
 KINDS = 6
@@ -155,8 +157,10 @@ class _Plot:
         values = sorted(value for curve in curves for value in curve.values if value is not None)
         low, high = values[0], values[-1]
         low = min(low, 0.0) if chart.zero else low
-        if high - low < 1e-9 * max(abs(high), abs(low), 1e-9):
-            low, high = (0.0, high or 1.0) if low >= 0 else (low, 0.0)
+        if high - low < 1e-9 * max(abs(high), abs(low)):  # equal, as far as a drawing shows
+            low, high = (0.0, high) if low >= 0 else (low, 0.0)
+        if high - low < LEAST:
+            low, high = 0.0, 1.0
         marks = round_ticks(low, high)
         steps = [step for curve in curves for step in (curve.steps[0], curve.steps[-1])]
         left, right = min(steps), max(*steps, last)

@@ -13,6 +13,8 @@ METRICS = "metrics.jsonl"
 COLUMNS = ("loss", "grad_norm", "lr", "samples_per_s", "step_time_s", "data_wait_s", "peak_memory_bytes", "mfu", "time")
 LEVELS = 4
 """Losses are also told for this many parts of the noise levels."""
+MOST = 1e18
+"""A number beyond it is none that a run has."""
 MOST_AT_ONCE_BYTES = 1 << 24
 
 
@@ -60,7 +62,7 @@ class MetricLines:
         try:
             values = json.loads(line)
             step = values["step"]
-            if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
+            if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
                 raise TypeError
         except (ValueError, TypeError, KeyError, RecursionError):
             self.damaged += bool(line.strip())
@@ -73,14 +75,14 @@ class MetricLines:
             self._drop_last()
         self.steps.append(step)
         for name, column in self.columns.items():
-            column.append(_number(values.get(name)))
+            column.append(finite_number(values.get(name)))
         for column, value in zip(self.levels, _numbers(values.get("loss_by_level")), strict=True):
             column.append(math.nan if value is None else value)
 
     def _take_validation(self, step: int, values: dict[str, Any]) -> None:
         while self.validations and self.validations[-1][0] >= step:
             self.validations.pop()
-        loss = _number(values["validation_loss"])
+        loss = finite_number(values["validation_loss"])
         self.validations.append((step, loss, _numbers(values.get("validation_loss_by_level"))))
 
     def _drop_last(self) -> None:
@@ -89,12 +91,14 @@ class MetricLines:
             column.pop()
 
 
-def _number(value: object) -> float:
-    number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    return number if math.isfinite(number) else math.nan
+def finite_number(value: object) -> float:
+    """A number of a file; NaN for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MOST:
+        return math.nan
+    return float(value)
 
 
 def _numbers(values: object) -> list[float | None]:
     """One for each part of the noise levels."""
     given = values if isinstance(values, list) and len(values) == LEVELS else [None] * LEVELS
-    return [None if math.isnan(number := _number(value)) else number for value in given]
+    return [None if math.isnan(number := finite_number(value)) else number for value in given]

@@ -28,7 +28,7 @@ KEPT = 256
 """Small pictures that are kept in memory."""
 
 _NAME = re.compile(r"step-(\d{6,15})-(\d{1,4})\.png", re.ASCII)
-_INPUT = re.compile(r"inputs/[0-9a-f]{16}\.(jpg|png)", re.ASCII)
+_INPUT = re.compile(r"inputs/[0-9a-f]{16}\.(png|jpg)", re.ASCII)
 _CONTROL = re.compile(r"(.+?)(_control_\d+)?")
 
 
@@ -63,33 +63,34 @@ class RunPictures:
         return [{name: value for name, value in row.items() if name != "files"} for row in rows]
 
     def _grouped(self, folder: Path) -> dict[str, dict[str, Any]]:
-        rows: dict[str, dict[str, Any]] = {}
+        rows: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {}
         about: dict[tuple[str, int, int], dict[str, Any]] = {}
         for step, path in sorted(_pictures(folder)):
             with suppress(OSError):
                 facts = path.stat()
                 key = path.name, facts.st_mtime_ns, facts.st_size
                 asked = about[key] = self._about.get(key) or _asked_for(path)
-                row = rows.setdefault(_identity(asked), self._row(asked))
-                row["steps"].append(step)
-                row["names"].append(path.name)
+                name = _identity(asked)
+                _, steps, names = rows.get(name, (asked, [], []))
+                steps.append(step)
+                names.append(path.name)
+                rows[name] = asked, steps, names  # what the last one says: earlier ones may lack their inputs
         self._about = about
-        return rows
+        return {name: self._row(name, *row) for name, row in rows.items()}
 
-    def _row(self, asked: dict[str, Any]) -> dict[str, Any]:
-        files = [place for image in asked["images"][:MOST_INPUTS] if (place := self._place(image))]
-        target = _target(files[0]) if files else None
-        copies = [self._run / FOLDER / name for name in asked["inputs"]]
-        if copies and all(path.is_file() for path in copies):
-            files = copies  # what the run saw, also where the images are elsewhere, or others by now
+    def _row(self, name: str, asked: dict[str, Any], steps: list[int], names: list[str]) -> dict[str, Any]:
+        originals = [place for image in asked["images"][:MOST_INPUTS] if (place := self._place(image))]
+        target = _target(originals[0]) if originals else None
+        kept = [self._run / FOLDER / one for one in asked["inputs"][:MOST_INPUTS]]
+        files = kept if kept and all(map(Path.is_file, kept)) else originals
         told = {name: asked[name] for name in ("prompt", "seed", "negative_prompt", "images")}
         files_of = {f"input-{number}": file for number, file in enumerate(files)}
         return told | {
-            "id": _identity(asked),
+            "id": name,
             "inputs": len(files),
             "target": target is not None,
-            "steps": [],
-            "names": [],
+            "steps": steps,
+            "names": names,
             "files": files_of | ({"target": target} if target else {}),
         }
 
@@ -135,19 +136,20 @@ def _asked_for(path: Path) -> dict[str, Any]:
         told = found if isinstance(found, dict) else {}
     match = _NAME.fullmatch(path.name)
     prompt, images, inputs = told.get("prompt"), told.get("images"), told.get("inputs")
-    inputs = inputs[:MOST_INPUTS] if isinstance(inputs, list) else []
     return {
         "prompt": prompt if isinstance(prompt, str) else f"sample {match[2] if match else path.name}",
         "images": [image for image in images if isinstance(image, str)] if isinstance(images, list) else [],
+        "inputs": [one for one in inputs if isinstance(one, str) and _INPUT.fullmatch(one)]
+        if isinstance(inputs, list)
+        else [],
         "seed": told["seed"] if isinstance(told.get("seed"), int) else None,
         "negative_prompt": told["negative_prompt"] if isinstance(told.get("negative_prompt"), str) else None,
-        "inputs": [name for name in inputs if isinstance(name, str) and _INPUT.fullmatch(name)],
     }
 
 
 def _identity(asked: dict[str, Any]) -> str:
-    wanted = {name: value for name, value in asked.items() if name != "inputs"}
-    return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:16]
+    same = {name: value for name, value in asked.items() if name != "inputs"}  # which pictures of earlier versions lack
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _target(control: Path) -> Path | None:

@@ -21,7 +21,7 @@ from typing import Any
 from qie.watch.alerts import told_alerts
 from qie.watch.curves import Curve, smoothed, thinned
 from qie.watch.live_page import LiveFacts
-from qie.watch.metric_lines import METRICS, MetricLines
+from qie.watch.metric_lines import METRICS, MOST, MetricLines, finite_number
 from qie.watch.run_pictures import RunPictures
 
 RUN_FILE, STATE_FILE, ADAPTER = "run.json", "state.json", "pytorch_lora_weights.safetensors"
@@ -107,8 +107,8 @@ class RunReader:
         if self._seen_steps not in (-1, count):
             self._changed = self._now()
         self._seen_steps = count
-        times = [_plain(self.lines.columns["time"][-1]) if self.lines.steps else None, told.get("time")]
-        known = [float(one) for one in times if isinstance(one, (int, float))]
+        times = [*self.lines.columns["time"][-1:], finite_number(told.get("time"))]
+        known = [one for one in times if not math.isnan(one)]
         if not known:
             with suppress(OSError):
                 known.append((self.folder / METRICS).stat().st_mtime)
@@ -120,7 +120,8 @@ class RunReader:
         planned = told.get("steps")
         if planned is None:
             planned = _object(config.get("train")).get("max_steps")
-        return max(found), planned if isinstance(planned, int) else None
+        known = isinstance(planned, int) and 0 < planned <= MOST
+        return max(found), planned if known else None
 
     def _recent(self, step: int, steps: int | None) -> dict[str, float | None]:
         """Figures of the last steps."""

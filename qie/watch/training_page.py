@@ -352,7 +352,7 @@ def _about(run: RunFacts) -> Html:
         "finished": run["finished"],
         "free on its disk": human_bytes(run["disk_free_bytes"]) if run["disk_free_bytes"] is not None else None,
         "unreadable lines": f"{run['damaged_lines']:,} in metrics.jsonl" if run["damaged_lines"] else None,
-    } | {name: cut(text, 300) for name, text in run["notes"].items() if name not in ("host", "error")}
+    } | {name: cut(text, 300) for name, text in run["notes"].items() if name not in ("host", "error", "prompts")}
     rows = [
         part for name, value in facts.items() if value for part in (tag("dt", name), tag("dd", foreign(str(value))))
     ]

@@ -15,8 +15,16 @@ from PIL import Image, PngImagePlugin
 
 from qie.watch.live_page import LivePage
 from qie.watch.server import listening, make_app
+from tests.stats.chromium import Tab
 
 NOW = 1_800_000_000.0
+SOON = """
+new Promise((done, failed) => {
+  const look = () => ((%s) ? done(true) : setTimeout(look, 20));
+  setTimeout(() => failed(document.body.innerText), 240000);
+  look();
+})
+"""
 
 
 def line(step: int, **values: Any) -> str:
@@ -75,3 +83,8 @@ def asked(address: str, path: str, method: str = "GET", body: str | None = None,
     answer.content = answer.read()  # type: ignore[attr-defined]
     connection.close()
     return answer
+
+
+def soon(tab: Tab, condition: str) -> None:
+    """Come back when the page says so."""
+    assert tab.value(SOON % condition)

@@ -205,8 +205,9 @@ def test_pictures_of_one_prompt_make_a_row_with_input_and_target(tmp_path: Path)
     for place in (f"control_images/{name}", "training_images/cat.jpg"):
         (tmp_path / place).parent.mkdir()
         Image.new("RGB", (40, 30)).save(tmp_path / place)
+    images = [f"control_images/{name}", "gone.png", "../../etc/passwd"]
     for step in (0, 10, 20):
-        write_picture(run, step, 0, (9, 9, 9), images=[f"control_images/{name}", "gone.png", "../../etc/passwd"])
+        write_picture(run, step, 0, (9, 9, 9), images=images)
     write_picture(run, 20, 1, (9, 9, 9), prompt="another")
     (run / "samples" / "step-000030-0.png").write_bytes(b"no picture")
     pictures = RunPictures(run)
@@ -217,6 +218,12 @@ def test_pictures_of_one_prompt_make_a_row_with_input_and_target(tmp_path: Path)
     for file, kind in (("input-0", "png"), ("target", "jpeg")):
         found = pictures.file(f"{first['id']}/{file}")
         assert found is not None and found.kind == f"image/{kind}"
+    (run / "samples" / "inputs").mkdir()
+    Image.new("RGB", (20, 10)).save(run / "samples" / "inputs" / f"{7:016x}.jpg")
+    write_picture(run, 30, 2, (9, 9, 9), images=images, inputs=[f"inputs/{7:016x}.jpg"])
+    kept = next(row for row in pictures.read() if 30 in row["steps"] and row["prompt"] == "make it night")
+    found = pictures.file(f"{kept['id']}/input-0")
+    assert kept["inputs"] == 1 and found is not None and found.kind == "image/jpeg", "what the run kept beside them"
     small = pictures.file("small/step-000010-0.png")
     assert small is not None and small.kind == "image/webp" and len(small.content) < 1000
     for name in (

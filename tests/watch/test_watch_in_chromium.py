@@ -12,20 +12,11 @@ import pytest
 from qie.watch import live_page
 from qie.watch.places import open_pages
 from tests.stats.chromium import PROGRAM, Tab, chromium
-from tests.watch.live_runs import line, served, write_picture, write_run
+from tests.watch.live_runs import line, served, soon, write_picture, write_run
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium: apt-get install chromium")
 
 NASTY = "<img src=https://example.org/x.png onerror=alert(2)><script>window.ran = 1</script>"
-SOON = """
-new Promise((done, failed) => {
-  const look = () => ((%s) ? done(true) : setTimeout(look, 20));
-  setTimeout(() => failed(document.body.innerText), 60000);
-  look();
-})
-"""
-
-
 BOX = "const box = document.images[0].getBoundingClientRect();"
 POINT = """{
   const drawing = document.querySelector("svg[data-found]");
@@ -33,11 +24,6 @@ POINT = """{
   const place = {clientX: box.x + box.width / 2, clientY: box.y + box.height / 2};
   drawing.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, ...place}));
 }"""
-
-
-def soon(tab: Tab, condition: str) -> None:
-    """Come back when the page says so."""
-    assert tab.value(SOON % condition)
 
 
 @pytest.fixture(scope="module")
