@@ -16,6 +16,7 @@ from qie.watch.alerts import Webhook
 from qie.watch.differences import differing
 from qie.watch.run_pictures import RunPictures
 from qie.watch.run_reader import RunReader, is_run
+from qie.watch.training_page import training_page
 from tests.watch.live_runs import NOW, line, validation, write_picture, write_run
 
 
@@ -46,6 +47,22 @@ def test_only_what_is_new_is_read_and_a_line_counts_once_it_is_whole(tmp_path: P
         facts = found.read()
     assert (facts["count"], facts["step"], facts["damaged_lines"]) == (4, 21, 3)
     json.dumps(facts, allow_nan=False)
+
+
+def test_whatever_a_file_says_is_shown_or_left_out(tmp_path: Path) -> None:
+    hostile = [None, True, -1, 1e308, 10**400, "<b>", "\ud800", [], {}, [1, 2, 3, 4], {"a": {"b": []}}, 2**63]
+    for number, value in enumerate(hostile):
+        run = tmp_path / str(number)
+        run.mkdir()
+        for name in ("state.json", "run.json"):
+            told = dict.fromkeys(("config", "samples", "devices", "finished", "time", "pid", "steps", "error"), value)
+            (run / name).write_text(json.dumps(told | {"state": "training"}))
+        lines = [json.dumps(dict.fromkeys(json.loads(line(1)), value) | {"step": step}) for step in (1, 2)]
+        checks = [json.dumps({"step": 2, "validation_loss": value, "validation_loss_by_level": value})]
+        (run / "metrics.jsonl").write_text("\n".join([*lines, *checks]) + "\n")
+        page = training_page([run])
+        facts = page.facts()
+        json.dumps([facts, page.render(facts), page.title(facts)], allow_nan=False).encode()
 
 
 def test_a_run_that_resumed_from_an_earlier_step_shows_each_step_once(tmp_path: Path) -> None:
