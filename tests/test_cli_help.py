@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_tools_see_the_public_names_that_are_there_where_they_are() -> None:
     lines = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     assert all(alias.asname == alias.name for line in lines for alias in line.names), "tools re-export `X as X` alone"
     assert {alias.name: line.module for line in lines for alias in line.names} == qie._EXPORTS
+
+
+def test_pyright_sees_the_types_of_public_calls() -> None:
+    """As mypy does, in `make lint`."""
+    if not (pyright := shutil.which("pyright")):
+        pytest.skip("pyright is not installed")
+    command = [pyright, "--pythonpath", sys.executable, "tests/typed_calls.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 FIRST_BATCH = """

@@ -107,8 +107,9 @@ def test_pictures_that_cannot_be_read_are_not_shown_and_those_of_earlier_shards_
 def test_a_notebook_shows_a_row_as_pictures_and_says_which_is_none() -> None:
     picture = io.BytesIO()
     Image.new("RGB", (3000, 2000), "teal").save(picture, "PNG")
-    page = Row.of(target=picture.getvalue(), controls=[b"<b>none"], prompt=HOSTILE)._repr_html_()
-    assert page.count("<img") == 1 and 'width="192" height="128" alt="target"' in page
+    image = picture.getvalue()
+    page = Row.of(target=image, controls=[b"<b>none"], prompt=HOSTILE, mask=image, rejected=image)._repr_html_()
+    assert re.findall(r'width="192" height="128" alt="(\w+)"', page) == ["target", "rejected", "mask"]
     assert "control 1 cannot be shown" in page and "<script" not in page and len(page) < 20_000
 
 

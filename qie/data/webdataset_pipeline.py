@@ -54,7 +54,8 @@ def webdataset(
     A sample is a dictionary of `__key__`, `__url__`, `prompt`, and the tensors that `qie.Sample` describes:
     `pixel_latent`, `control_latent` (a tuple), `prompt_embed`, `prompt_embeds_mask`, `empty_prompt_embed` (joined),
     `empty_prompt_embeds_mask` and `loss_mask` (all foreground for a row without one); of Qwen-Image-2.1 also
-    `image_slots`. Samples on an exclude list are left out. Sizes differ: to stack latents, batch samples of one size.
+    `image_slots`, and of a row with a rejected target `rejected_latent`. Samples on an exclude list are left out. Sizes
+    differ: to stack latents, batch samples of one size.
 
     Order and position are webdataset's; `qie.open_stream` gives those that resume exactly.
 
@@ -162,9 +163,12 @@ class _SampleReader:
 
 
 def _values(sample: Sample) -> dict[str, Any]:
-    """What a dictionary of a sample holds: the same keys for all samples of a recipe, as batches of webdataset want."""
+    """What a dictionary of a sample holds: the same for all samples of a recipe, as batches of webdataset want.
+
+    But for rejected targets, which some rows of a source may lack: nothing can stand for one.
+    """
     everything = torch.full(sample.shape.target, 255, dtype=torch.uint8)
-    slots = {} if sample.image_slots is None else {"image_slots": sample.image_slots}
+    rare = {"image_slots": sample.image_slots, "rejected_latent": sample.rejected_latent}
     return {
         "prompt": sample.prompt,
         "pixel_latent": sample.pixel_latent,
@@ -174,5 +178,5 @@ def _values(sample: Sample) -> dict[str, Any]:
         "empty_prompt_embed": sample.empty_prompt_embed,
         "empty_prompt_embeds_mask": sample.empty_prompt_embeds_mask,
         "loss_mask": everything if sample.loss_mask is None else sample.loss_mask,
-        **slots,
+        **{name: value for name, value in rare.items() if value is not None},
     }
