@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from PIL import Image
@@ -309,10 +310,28 @@ class _Loop:
         if validation := run.validate():
             for hook in self.hooks:
                 hook.validation(run.step, validation)
-        if self.generate_samples and (images := run.sample_images(self.generate_samples)):
+        if images := self._sample_images():
             for hook in self.hooks:
                 hook.images(run.step, images)
         self.state_file.at("training", run.step)
+
+    def _sample_images(self) -> Sequence[Image.Image]:
+        """In the main process. Without room for what was asked for meanwhile, the run goes on with what was planned."""
+        if self.generate_samples is None:
+            return []
+        try:
+            return self.run.sample_images(self.generate_samples)
+        except torch.OutOfMemoryError:
+            # Processes that share a model compute together: one that has room left would wait for the others.
+            if self.generate_samples is self.configured_samples or self.run.trainable.sharded:
+                raise
+            self.generate_samples = self.configured_samples
+            self._refuse_samples("the device lacks memory to generate them")
+            return []
+
+    def _refuse_samples(self, why: str) -> None:
+        self.state_file.note(prompts=why)
+        self.listener.say(f"other prompts are refused, and pictures are those of before: {why}")
 
     def _change_samples(self) -> None:
         """Generate what control/prompts.json asks for from the next validation on; without it, what was configured."""
@@ -339,9 +358,7 @@ class _Loop:
             OSError,
             RuntimeError,
         ) as error:  # such as lack of host memory: a run does not end for pictures
-            wrong = " ".join(str(error).split())[:500]
-            self.state_file.note(prompts=wrong)
-            self.listener.say(f"other prompts are refused, and the pictures stay as they were: {wrong}")
+            self._refuse_samples(" ".join(str(error).split())[:500])
             return None
         self.state_file.note(prompts=None)
         told = "the configuration" if samples is None else PROMPTS_FILE

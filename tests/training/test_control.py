@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
 from qie.errors import QieError, UsageError
+from qie.from_config import LaterSamples
 from qie.training.control import Asked, Control, ask, ask_prompts, take_back, wishes
 from qie.training.processes import Agreement
 from qie.training.reporting.state_file import EVERY_S, SHARE, StateFile, read_state
@@ -136,6 +139,22 @@ def test_other_prompts_make_other_pictures_and_change_no_step(
     assert "0.sed" in str(seen[0]) and seen[1] is None
     assert [path.name for path in (tmp_path / "samples").glob("*.png")] == ["step-000002-0.png"]
     assert "pictures are those of prompts.json" in told and "pictures are those of the configuration" in told
+    same_end(tmp_path, plain)
+
+
+def test_a_device_without_room_for_other_pictures_goes_on_training(
+    bench: Bench, plain: Path, tmp_path: Path, at_step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> list[Image.Image]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(LaterSamples, "embed", lambda _, samples: samples)
+    monkeypatch.setattr(LaterSamples, "open", lambda _, samples: full)
+    at_step({0: lambda: ask_prompts(tmp_path, [{"prompt": "make it night"}])})
+    told = bench.train(tmp_path).stderr
+    assert told.count("other prompts are refused") == 1 and "lacks memory" in told
+    (tmp_path / "control" / "prompts.json").unlink()
+    (tmp_path / "control").rmdir()
     same_end(tmp_path, plain)
 
 
