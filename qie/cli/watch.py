@@ -13,6 +13,7 @@ from qie.cli.terminal import echo
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from qie.data.sources import Source
     from qie.watch.live_page import LivePage
 
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     "--port", type=click.IntRange(0, 65535), metavar="N", help="Port; 0: any free one; default: from 8765 on."
 )
 @click.option("--token", "with_token", is_flag=True, help="Put a secret into the address on this machine, too.")
+@click.option("--config", "config_path", metavar="FILE", help="Of a precompute: shows skipped rows of its data.source.")
 @click.option("--webhook", metavar="URL", help="Post each new alert there, as JSON.")
 @click.option("--pause", "request", flag_value="pause", help="No page: ask the run to hold after its step.")
 @click.option("--resume", "request", flag_value="resume", help="No page: let a run that holds go on.")
@@ -34,6 +36,7 @@ def main(
     host: str,
     port: int | None,
     with_token: bool,
+    config_path: str | None,
     webhook: str | None,
     request: str | None,
 ) -> None:
@@ -54,7 +57,7 @@ def main(
     from qie.watch.server import address_of, is_loopback, listening, make_app, require_server, serve
 
     require_server()
-    pages = open_pages(places)
+    pages = open_pages(places, _source(config_path))
     token = secrets.token_urlsafe(18) if with_token or not is_loopback(host) else None
     with listening(host, port) as at, _lookout(pages, webhook):
         echo(f"watching {', '.join(places)} at {address_of(at, host, token)} (Ctrl-C ends the page, not the run)")
@@ -62,6 +65,16 @@ def main(
             serve(make_app(pages, token), at)
         except KeyboardInterrupt:
             echo("the page is closed", err=True)
+
+
+def _source(config_path: str | None) -> Source | None:
+    """The rows of a configuration."""
+    if config_path is None:
+        return None
+    from qie.config import load_config
+    from qie.from_config import open_rows
+
+    return open_rows(load_config(config_path))
 
 
 def _ask(places: tuple[str, ...], request: str) -> None:

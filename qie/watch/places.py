@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qie.errors import UsageError
 from qie.paths import local_path
@@ -12,9 +13,12 @@ from qie.watch.live_page import LivePage
 from qie.watch.run_reader import is_run
 from qie.watch.training_page import training_page
 
+if TYPE_CHECKING:
+    from qie.data.sources import Source
 
-def open_pages(places: Sequence[str]) -> list[LivePage]:
-    """A page for all runs together, and one for all folders of shards.
+
+def open_pages(places: Sequence[str], source: Source | None = None) -> list[LivePage]:
+    """A page for all runs together, and one for all folders of shards, with pictures of rows of their `source`.
 
     Raises:
         UsageError: a place is neither a run's folder nor one of shards.
@@ -36,7 +40,7 @@ def open_pages(places: Sequence[str]) -> list[LivePage]:
                 expected="a run's metrics.jsonl, run.json, state.json or checkpoint; or shards, or the folder progress",
                 hint="start the run first",
             )
-    return [*pages, precompute_page(shards)]
+    return [*pages, precompute_page(shards, source)]
 
 
 def run_folder(place: str) -> Path:

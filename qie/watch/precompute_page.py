@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qie.data.sources import Source
 from qie.errors import UsageError
 from qie.html_report.markup import Html, cut, foreign, join, note, panel, part_bar, table, tag
 from qie.quantities import human_bytes, human_time
@@ -13,6 +14,7 @@ from qie.stats.exclusion import change_excluded
 from qie.watch.controls import button, copied
 from qie.watch.live_page import LiveFacts, LivePage, WebFile
 from qie.watch.precompute_reader import PrecomputeReader
+from qie.watch.skipped_pictures import SkippedPictures
 
 STATES = {
     "running": ("good", "running", ""),
@@ -36,14 +38,14 @@ MOST_PROMPT = 400
 _PICTURE = re.compile(r"(\d{1,4})/(.+)", re.DOTALL)
 
 
-def precompute_page(places: Sequence[str]) -> LivePage:
-    """A page of folders of shards."""
-    readers = [PrecomputeReader(place) for place in places]
+def precompute_page(places: Sequence[str], source: Source | None = None) -> LivePage:
+    """A page of folders of shards; with their source, of the skipped rows' pictures, too."""
+    readers = [PrecomputeReader(place, None if source is None else SkippedPictures(source)) for place in places]
 
     def picture(name: str) -> WebFile | None:
         match = _PICTURE.fullmatch(name)
         number = int(match[1]) if match else len(readers)
-        return readers[number].newest.picture(match[2]) if match and number < len(readers) else None
+        return readers[number].picture(match[2]) if match and number < len(readers) else None
 
     return LivePage(
         "precompute",
@@ -93,7 +95,7 @@ def render_precompute(facts: LiveFacts) -> Mapping[str, Html]:
             f"pace-{number}": _pace(one),
             f"workers-{number}": _workers(one["workers"]),
             f"newest-{number}": _newest(number, one),
-            f"skipped-{number}": _skipped(one),
+            f"skipped-{number}": _skipped(number, one),
             f"faults-{number}": _faults(one["faults"]),
         }
     return parts
@@ -114,7 +116,7 @@ def _head(one: Mapping[str, Any]) -> list[Html]:
     shown = [
         tag("div", tag("dt", name), tag("dd", value, tag("small", more) if more else ""))
         for name, (value, more) in tiles.items()
-        if value not in ("–", "0") or name == "rows"
+        if value not in ("–", "0", "0 B") or name == "rows"
     ]
     done = rows["done"] / rows["total"] if rows["total"] else 0.0
     unread = one["indexes_left"]
@@ -226,7 +228,7 @@ def _newest(number: int, one: Mapping[str, Any]) -> Html:
     if not one["newest"]:
         return Html("")
     cards = [_card(number, sample) for sample in one["newest"]]
-    return tag("section", tag("h2", "Newest samples"), tag("ul", *cards, class_="gallery"), id="newest")
+    return tag("section", tag("h2", "Newest samples"), tag("ul", *cards, class_="newest"), id="newest")
 
 
 def _card(number: int, sample: Mapping[str, Any]) -> Html:
@@ -253,7 +255,7 @@ def _card(number: int, sample: Mapping[str, Any]) -> Html:
     )
 
 
-def _skipped(one: Mapping[str, Any]) -> Html:
+def _skipped(number: int, one: Mapping[str, Any]) -> Html:
     skipped = one["skipped"]
     if not skipped["count"]:
         return Html("")
@@ -261,7 +263,7 @@ def _skipped(one: Mapping[str, Any]) -> Html:
         tag(
             "details",
             tag("summary", f"{reason['count']:,} × ", foreign(reason["reason"])),
-            tag("ul", *(tag("li", f"row {gone['row']:,}: ", foreign(gone["name"], 120)) for gone in reason["rows"])),
+            tag("ul", *(_skipped_row(number, gone) for gone in reason["rows"]), class_="rows"),
             note(f"and {reason['count'] - len(reason['rows']):,} more")
             if reason["count"] > len(reason["rows"])
             else Html(""),
@@ -278,6 +280,11 @@ def _skipped(one: Mapping[str, Any]) -> Html:
         panel(*blocks, more, note("When their files are mended, this tries them again:"), copied(again)),
         id="skipped",
     )
+
+
+def _skipped_row(number: int, gone: Mapping[str, Any]) -> Html:
+    images = [tag("img", src=f"picture/{number}/{one}", alt="") for one in gone["pictures"]]
+    return tag("li", f"row {gone['row']:,}: ", foreign(gone["name"], 120), *([tag("div", *images)] if images else []))
 
 
 def _faults(faults: Sequence[str]) -> Html:

@@ -15,10 +15,13 @@ from qie.precompute.progress import PROGRESS_FOLDER, PrecomputeRun, WorkerProgre
 from qie.precompute.ranges import Range, merged_ranges
 from qie.shards.discovery import index_names
 from qie.shards.excluded import read_excluded
+from qie.shards.index import Skipped
 from qie.stores import Folder, open_folder
 from qie.watch.index_follower import IndexFollower
+from qie.watch.live_page import WebFile
 from qie.watch.newest_samples import NewestSamples
 from qie.watch.precompute_alerts import precompute_alerts
+from qie.watch.skipped_pictures import SkippedPictures
 
 REMOTE_S = 10.0
 """Between two looks at a store, where each is some requests."""
@@ -70,18 +73,21 @@ class PrecomputeReader:
 
     Args:
         place: the folder, by path or URL.
+        pictures: of skipped rows, if their source is known.
         clock, steady: the time in Unix seconds; seconds that never go back.
     """
 
     def __init__(
         self,
         place: str | Path | Folder,
+        pictures: SkippedPictures | None = None,
+        *,
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = open_folder(place)
         self.indexes, self.newest = IndexFollower(self.folder), NewestSamples(self.folder)
-        self._clock, self._steady = clock, steady
+        self.pictures, self._clock, self._steady = pictures, clock, steady
         self._heard: dict[str, _Heard] = {}
         self._facts: tuple[float, dict[str, Any]] | None = None
 
@@ -113,7 +119,7 @@ class PrecomputeReader:
                 return otherwise
 
         workers: list[WorkerProgress] = attempt(lambda: read_progress(self.folder), [])
-        told = list(dict.fromkeys(chain.from_iterable(zip_newest(workers))))
+        told = list(dict.fromkeys(chain.from_iterable(_newest_first(workers))))
         attempt(lambda: self.indexes.look(told), None)
         excluded = attempt(lambda: read_excluded(self.folder), {})
         alive = [one for one in workers if self._is_alive(one)]
@@ -170,13 +176,25 @@ class PrecomputeReader:
     def _skipped(self) -> dict[str, Any]:
         reasons = self.indexes.reasons.most_common()
         found = [
-            {"reason": reason, "count": count, "rows": [asdict(gone) for gone in self.indexes.skipped(reason)]}
+            {"reason": reason, "count": count, "rows": [self._pictured(gone) for gone in self.indexes.skipped(reason)]}
             for reason, count in reasons[:20]
         ]
         return {"count": self.indexes.reasons.total(), "of_reasons": len(reasons), "reasons": found}
 
+    def _pictured(self, gone: Skipped) -> dict[str, Any]:
+        names: list[str] = []
+        if self.pictures is not None:
+            self.pictures.want([gone])
+            names = self.pictures.names(gone.row)
+        return asdict(gone) | {"pictures": names}
 
-def zip_newest(workers: Sequence[WorkerProgress]) -> list[list[str]]:
+    def picture(self, name: str) -> WebFile | None:
+        """A picture by the name that the facts give it."""
+        found = self.newest.picture(name)
+        return found if found is not None or self.pictures is None else self.pictures.picture(name)
+
+
+def _newest_first(workers: Sequence[WorkerProgress]) -> list[list[str]]:
     """What each worker published last, then what each published before that."""
     latest = sorted(workers, key=lambda one: -one.advanced)
     return [[one.newest[at] for one in latest if at < len(one.newest)] for at in range(4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -10,17 +11,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from qie.errors import UsageError
 from qie.precompute import heartbeat, precompute
 from qie.precompute.heartbeat import Pulse
 from qie.precompute.progress import PrecomputeRun, StageLoad, WorkerProgress
 from qie.shards.excluded import read_excluded
+from qie.shards.index import Skipped
 from qie.stores import Folder, LocalFolder, open_folder
 from qie.watch.index_follower import COMPARE_EVERY, IndexFollower
 from qie.watch.places import open_pages
 from qie.watch.precompute_page import change_sample, precompute_page, render_precompute
 from qie.watch.precompute_reader import PrecomputeReader, is_precompute
+from qie.watch.skipped_pictures import SkippedPictures
 from tests.builders import make_sample, write_shard
 from tests.s3 import s3, s3_server  # noqa: F401 - fixtures
 from tests.stats.pages import SCRIPT, write_colours
@@ -82,7 +86,7 @@ def test_workers_are_alive_by_their_clock_and_once_their_file_has_changed_by_our
     fresh, old = worker(run), worker(run, updated=NOW - 11)
     behind, ahead = worker(run, updated=NOW - 500), worker(run, updated=NOW + 500)
     tell(tmp_path, fresh, old, behind, ahead)
-    reader = PrecomputeReader(tmp_path, clock, clock)
+    reader = PrecomputeReader(tmp_path, clock=clock, steady=clock)
 
     def states() -> list[str]:
         found = {one["worker"]: one["state"] for one in reader.read()["workers"]}
@@ -111,7 +115,7 @@ def test_what_workers_tell_adds_up_to_rows_pace_and_time_left(tmp_path: Path) ->
         worker(other, rows=5, rows_open=5, state="failed", message="out of memory"),
         worker(PrecomputeRun.new((90, 120), 500), rows=1, rows_open=1, updated=NOW - 60),
     )
-    found = PrecomputeReader(tmp_path, Clock(), Clock()).read()
+    found = PrecomputeReader(tmp_path, clock=Clock(), steady=Clock()).read()
     assert found["rows"] == {"done": 16 + 14, "published": 16, "total": 120, "source": 500}
     assert found["rate"] == {"minute": 6.0, "overall": 5.5}
     assert found["left_s"] == max((40 - 16 - 4) / 4, (60 - 10) / 2)
@@ -125,7 +129,7 @@ def test_what_workers_tell_adds_up_to_rows_pace_and_time_left(tmp_path: Path) ->
 def test_a_worker_that_lives_and_does_no_row_for_minutes_is_told(tmp_path: Path) -> None:
     run = PrecomputeRun.new((0, 9), 9)
     tell(tmp_path, worker(run, rows=4, advanced=NOW - 301), worker(run, rows=0, advanced=NOW - 301))
-    found = PrecomputeReader(tmp_path, Clock(), Clock()).read()["workers"]
+    found = PrecomputeReader(tmp_path, clock=Clock(), steady=Clock()).read()["workers"]
     assert sorted(one["state"] for one in found) == ["running", "stuck"], "one may still load its weights"
 
 
@@ -141,7 +145,7 @@ def test_alerts_say_what_is_wrong_in_words(tmp_path: Path, monkeypatch: pytest.M
         worker(run, state="failed", message="out of memory", pid=3),
     )
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**6))
-    found = PrecomputeReader(tmp_path, Clock(), Clock()).read()["alerts"]
+    found = PrecomputeReader(tmp_path, clock=Clock(), steady=Clock()).read()["alerts"]
     texts = {one["kind"]: one["text"] for one in found}
     assert [*texts] == ["silent", "failed", "stuck", "skipped", "disk"]
     assert texts["silent"].startswith("A worker is silent: ") and texts["silent"].endswith(" process 2.")
@@ -260,6 +264,30 @@ def test_pictures_are_given_for_samples_that_are_shown_and_captions_stay_text(tm
         "0/excluded.txt",
     ):
         assert page.picture(name) is None
+
+
+def test_a_skipped_row_has_its_pictures_as_far_as_its_source_gives_them(tmp_path: Path) -> None:
+    def picture(*size: int) -> bytes:
+        content = io.BytesIO()
+        Image.new("RGB", size, (200, 40, 40)).save(content, "PNG")
+        return content.getvalue()
+
+    rows = StubSource.of(4).changed(0, target=b"broken", controls=(picture(300, 100),))
+    rows = rows.changed(1, target=picture(64, 64)).changed(2, target=b"broken").changed(3, name="another's")
+    pictures = SkippedPictures(rows)
+    for number in (0, 1, 2, 3, 10**9):
+        pictures.want([Skipped(number, f"row{number}", "for the test")])
+        pictures.wait()
+    assert {number: len(pictures.names(number)) for number in (0, 1, 2, 3, 10**9)} == {0: 1, 1: 1, 2: 0, 3: 0, 10**9: 0}
+    small = pictures.picture("row-0-0.jpg")
+    assert small is not None and Image.open(io.BytesIO(small.content)).size == (192, 64)
+    assert [pictures.picture(name) for name in ("row-0-1.jpg", "row-2-0.jpg", "row--1-0.jpg", "x")] == [None] * 4
+
+    precompute(rows, StubEncoder(), tmp_path, rows=(0, 4), shard_size=4)
+    reader = PrecomputeReader(tmp_path, pictures)
+    found = {row["row"]: row["pictures"] for one in reader.read()["skipped"]["reasons"] for row in one["rows"]}
+    assert found == {0: ["row-0-0.jpg"], 2: []}
+    assert reader.picture("row-0-0.jpg") == pictures.picture("row-0-0.jpg")
 
 
 def test_a_place_is_a_run_or_shards_or_both_or_refused(tmp_path: Path) -> None:
