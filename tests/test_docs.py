@@ -174,7 +174,7 @@ def cells_under(page: str, head: str) -> list[list[list[str]]]:
 
 def test_the_page_of_the_format_names_what_records_indexes_and_compacted_indexes_have(tmp_path: Path) -> None:
     recipe = make_recipe(thumbnail_px=24)
-    sample = make_sample(1, masked=True, recipe=recipe)
+    sample = make_sample(1, masked=True, paired=True, recipe=recipe)
     record = encode(sample, recipe.digest)
     header = json.loads(record[8 : 8 + int.from_bytes(record[:8], "little")])
     about = json.loads(header.pop("__metadata__")["qie"])

@@ -159,4 +159,6 @@ def _copied(value: Any, device: torch.device) -> Any:
 
 
 def _bytes(value: Any) -> int:
-    return sum(map(_bytes, value)) if isinstance(value, tuple) else value.nbytes
+    if isinstance(value, tuple):
+        return sum(map(_bytes, value))
+    return 0 if value is None else int(value.nbytes)

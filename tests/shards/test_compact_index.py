@@ -35,7 +35,7 @@ from tests.stores.servers import Ranged, serving
 
 LETTERS = {
     "a": make_sample(1),
-    "b": make_sample(2, target=(2, 4), controls=((2, 3), (4, 6)), masked=True),
+    "b": make_sample(2, target=(2, 4), controls=((2, 3), (4, 6)), masked=True, paired=True),
     "c": make_sample(3, tokens=12, empty_tokens=5, shared_prefix=5),
     "d": make_sample(4, shared_prefix=0),
     "e": make_sample(5),  # as large as a

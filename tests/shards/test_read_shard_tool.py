@@ -43,7 +43,7 @@ from tests.builders import (
 
 TOOL = ROOT / "tools" / "read_shard.py"
 PLAIN = make_sample(0, prompt="make it bluer")
-RICH = make_sample(1, controls=((2, 3), (4, 6)), masked=True, clipped=3, prompt='naïve "日本"\n\x1b[31m')
+RICH = make_sample(1, controls=((2, 3), (4, 6)), masked=True, paired=True, clipped=3, prompt='naïve "日本"\n\x1b[31m')
 LARGE = make_sample(3, target=(80, 80), tokens=300, width=400)
 STEM = "00000000-00000004"
 

@@ -289,7 +289,7 @@ def test_a_record_that_does_not_fit_itself_is_refused_by_what_is_wrong(change: C
 
 def test_a_flipped_bit_gives_a_sample_or_a_shard_error_and_a_cut_record_the_latter() -> None:
     dice = random.Random(0)
-    record = encode(make_sample(13, controls=((2, 3), (4, 6)), masked=True), RECIPE.digest)
+    record = encode(make_sample(13, controls=((2, 3), (4, 6)), masked=True, paired=True), RECIPE.digest)
     header_bits = 8 * (8 + int.from_bytes(record[:8], "little"))
 
     def outcome(damaged: bytearray) -> type:

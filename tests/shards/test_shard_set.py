@@ -45,7 +45,7 @@ KINDS = {
     "several controls": make_sample(1, controls=((2, 3), (4, 6), (5, 1))),
     "controls of one size": make_sample(2, controls=((4, 6), (4, 6))),
     "a loss mask": make_sample(3, masked=True),
-    "controls and a loss mask": make_sample(4, target=(3, 5), controls=((1, 1), (3, 5)), masked=True),
+    "controls and a loss mask": make_sample(4, target=(3, 5), controls=((1, 1), (3, 5)), masked=True, paired=True),
     "no tail": make_sample(5, empty_tokens=5, shared_prefix=5),
     "no tail, whole prompt": make_sample(6, tokens=5, empty_tokens=5, shared_prefix=5),
     "nothing shared": make_sample(7, shared_prefix=0),

@@ -51,7 +51,11 @@ from tests.stores.fake_hub import FakeHub
 
 STEM = "00000000-00000003"
 TAR, INDEX, PARTIAL = f"{STEM}.tar", f"{STEM}.json", f"{STEM}.tar.partial"
-SAMPLES = [make_sample(0), make_sample(1, controls=((2, 3), (4, 6)), masked=True), make_sample(2, tokens=11)]
+SAMPLES = [
+    make_sample(0),
+    make_sample(1, controls=((2, 3), (4, 6)), masked=True, paired=True),
+    make_sample(2, tokens=11),
+]
 ALL = (0, 10**12)
 
 
