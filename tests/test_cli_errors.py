@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import yaml
 from click.testing import CliRunner
 from PIL import Image
 
+import qie
 from qie.cli import precompute, predict, stats, train
 from qie.cli.common import explained
 from qie.precompute import precompute as write_shards
@@ -567,3 +569,15 @@ def test_ctrl_c_while_modules_are_imported_ends_the_command(work: Path, module: 
         text=True,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_warning_of_qie_has_our_form_and_one_of_a_library_is_not_shown() -> None:
+    @click.command()
+    @explained
+    def command() -> None:
+        warnings.warn_explicit("another line\nof words", UserWarning, str(Path(qie.__file__).parent / "encode.py"), 1)
+        warnings.warn_explicit("of a library", UserWarning, "/lib/library.py", 1)
+
+    result = CliRunner().invoke(command)
+    assert (result.stdout, result.stderr) == ("", "warning: another line of words\n")

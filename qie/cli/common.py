@@ -12,20 +12,33 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import click
 
-from qie.cli.terminal import echo
+from qie.cli.terminal import echo, warn
 
 PATH_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 """Errors of a path that the user gave, rather than of the machine."""
 
 TYPED = "qie.typed"
 """The words that a command was called with, among what click keeps of a call."""
+
+INTERRUPTED = {
+    "qie.cli.predict": "finished images stay; run the same command again for all of them",
+    "qie.cli.stats": "nothing was changed",
+    "qie.cli.doctor": "nothing was changed",
+    "qie.cli.init": "nothing was written",
+    "qie.cli.export": "run the same command again",
+}
+"""What is left of a command's work after Ctrl-C, where it is not shards."""
+
+_OWN = str(Path(__file__).parents[1])
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -93,7 +106,7 @@ def explained(command: Function) -> Function:
 
         quiet_imports()
         try:
-            with _heard():
+            with _heard(), _own_warnings():
                 return command(*args, **kwargs)
         except QieError as error:
             echo(*f"error: {error}".split("\n"), err=True)
@@ -106,11 +119,11 @@ def explained(command: Function) -> Function:
             echo(f"error: the system refused: {error.strerror or error}", f"  where:    {error.filename}", err=True)
             sys.exit(2 if error.errno in PATH_ERRORS else 1)
         except KeyboardInterrupt:
-            _interrupted()
+            _interrupted(command.__module__)
         except Exception as error:
             if not _was_interrupt(error):
                 raise
-            _interrupted()
+            _interrupted(command.__module__)
 
     return wrapper  # type: ignore[return-value]
 
@@ -139,10 +152,31 @@ def _heard() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _interrupted() -> NoReturn:
+@contextmanager
+def _own_warnings() -> Iterator[None]:
+    """Python's warnings in the form of ours: those of qie, and what torch says of a GPU that it cannot use well.
+
+    Those of other libraries are for who writes programs: -W or PYTHONWARNINGS shows them.
+    """
+
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:  # noqa: ARG001
+        place = filename.replace(os.sep, "/")
+        if filename.startswith(_OWN) or "/torch/cuda/" in place:
+            warn(" ".join(str(message).split()))
+
+    if sys.warnoptions:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
+
+
+def _interrupted(module: str) -> NoReturn:
     from qie.threads import leave
 
-    echo("interrupted: published shards stay; run the same command again to continue", err=True)
+    stays = INTERRUPTED.get(module, "published shards stay; run the same command again to continue")
+    echo(f"interrupted: {stays}", err=True)
     leave(130)
 
 

@@ -8,7 +8,7 @@ import sys
 import click
 
 from qie.cli.common import Command, explained, set_option
-from qie.cli.terminal import echo
+from qie.cli.terminal import echo, tell_next
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,4 +51,7 @@ def main(config_path: str | None, as_json: bool, overrides: tuple[str, ...]) -> 
     wrong = sum(finding.mend is not None for finding in findings)
     if not as_json:
         echo(f"{wrong} of {len(findings)} to mend" if wrong else "nothing to mend")
+        if config_path is not None and not wrong:
+            sets = [word for text in overrides for word in ("--set", text)]
+            tell_next("qie", "precompute", "--config", config_path, *sets, "--dry-run")
     sys.exit(1 if wrong else 0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from qie.cli.common import Command, FiniteRange, explained
-from qie.cli.terminal import echo
+from qie.cli.terminal import echo, tell_next
 
 if TYPE_CHECKING:
     from qie.training.model.adapter_file import Format
@@ -63,6 +63,8 @@ def main(
         pretrained = open_pretrained(model, components=("transformer",))
         merge_adapter(pretrained, place, file, kind, 1.0 if scale is None else scale)
     echo(file)
+    if not merge and form != "diffusers":
+        tell_next("cp", output, "ComfyUI/models/loras/")
 
 
 def _check(merge: bool, form: str | None, model: str | None, scale: float | None) -> None:

@@ -9,7 +9,7 @@ import click
 
 from qie.cli.common import Command, explained, quiet_option
 from qie.cli.progress import Progress
-from qie.cli.terminal import echo
+from qie.cli.terminal import echo, tell_next, warn
 
 
 def _grids(_: click.Context, __: click.Parameter, given: tuple[str, ...] | str | None) -> tuple[tuple[int, int], ...]:
@@ -103,8 +103,12 @@ def main(
             else:
                 bare += one.empty_tokens == 0
     if unused := pt_cache.unused_files(folder, rows):
-        echo(f"{unused} files belong to no row", err=True)
+        warn(f"{unused} files belong to no row")
     if bare:
-        echo(f"no null prompt in {bare} of {len(rows)} rows: train with data.caption_dropout_rate: 0", err=True)
+        warn(f"no null prompt in {bare} of {len(rows)} rows: train with data.caption_dropout_rate: 0")
     echo(f"{len(rows) - refused} of {len(rows)} rows imported, {refused} refused; recipe {reader.recipe.digest}")
+    if refused < len(rows):
+        dropout = ["--set", "data.caption_dropout_rate=0"] if bare else []
+        words = ["qie", "train", "--config", "my.yaml", *dropout, "--accept-recipe", output]
+        tell_next(*words, rest="# my.yaml names the model; qie init writes one", quiet=quiet)
     sys.exit(int(refused > 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from qie.cli.common import Command, FiniteRange, explained
-from qie.cli.terminal import echo
+from qie.cli.terminal import echo, tell_next
 
 HERE_GB = 24.0
 
@@ -47,7 +47,7 @@ def main(model: str, source: str, vram: float | None, output: str, force: bool) 
     if model in RELEASED:
         echo(f"{model}: a released model; its sizes are known, and nothing was downloaded")
     echo(f"{file}: {rows.place.rows} rows ({rows.place.title}), a GPU of {gb:g} GB")
-    echo(f"next: qie precompute --config {output} --dry-run")
+    tell_next("qie", "precompute", "--config", output, "--dry-run")
 
 
 def _here() -> float:
