@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from qie.cli import precompute, predict, stats, train
+from qie.shards.index import read_index
 from tests.conftest import AREA_PX, ROOT
 
 
@@ -98,7 +99,8 @@ def test_stats_finds_a_flipped_bit_with_verify_alone_and_still_summarises_the_re
     compacted.unlink()
     victim = sorted((tmp_path / "shards").glob("*.tar"))[0]
     content = bytearray(victim.read_bytes())
-    content[5000] ^= 4
+    record = min(read_index(victim.with_suffix(".json")).files.values(), key=lambda member: member.offset)
+    content[record.offset + record.size // 2] ^= 4
     victim.write_bytes(content)
     assert run(stats, tmp_path / "shards").exit_code == 0
     result = run(stats, tmp_path / "shards", "--verify", "--compact", code=1)
