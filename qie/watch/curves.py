@@ -12,7 +12,7 @@ from qie.html_report.markup import Html, join, tag
 
 NARROW, WIDE, HEIGHT = 360, 520, 220
 """Of a drawing, in units that are about a pixel."""
-LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 54, 22, 12, 40
 LEAST = 1e-8
 """Differences below it are not drawn: `round_ticks` writes so many digits."""
 POINTS = 240
@@ -133,12 +133,16 @@ def _legend(curves: Sequence[Curve]) -> Html:
     items = [
         tag(
             "li",
-            tag("svg", tag("line", x1=0, x2=14, y1=5, y2=5, class_=f"line k{curve.kind}"), viewBox=sample),
+            tag("svg", tag("line", x1=0, x2=14, y1=5, y2=5, class_=_classes(curve)), viewBox=sample),
             tag("bdi", curve.name),
         )
         for curve in curves
     ]
     return tag("ul", *items, class_="legend")
+
+
+def _classes(curve: Curve) -> str:
+    return f"line k{curve.kind}" + (" faint" if curve.faint else "")
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,7 @@ class _Plot:
             yield tag("polygon", points=" ".join([*there, *back]), class_=f"band k{curve.kind}")
         for run in _unbroken(curve):
             points = " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in run)
-            yield tag("polyline", points=points, class_=f"line k{curve.kind}" + (" faint" if curve.faint else ""))
+            yield tag("polyline", points=points, class_=_classes(curve))
             if curve.dots or len(run) == 1:
                 for step, value in run:
                     yield tag("circle", cx=self.x(step), cy=self.y(value), r=2.6, class_=f"point k{curve.kind}")

@@ -100,7 +100,7 @@ def _fields(sample: Mapping[str, Any]) -> Html:
     return tag(
         "fieldset",
         tag("label", "prompt", tag("textarea", str(sample.get("prompt", "")), name_="prompt", rows=2, dir="auto")),
-        tag("label", "images, a path a line", tag("textarea", lines, name_="images", rows=1)),
+        tag("label", "images, a path a line", tag("textarea", lines, name_="images", rows=2)),
         tag(
             "label",
             "seed",

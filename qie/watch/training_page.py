@@ -126,9 +126,14 @@ def _progress(run: RunFacts) -> Html:
     if steps:
         words += f" of {steps:,}, {step / steps:.0%}"
     if left and run["state"] in ("training", "validating"):
-        words += f", about {human_time(left)} left"
+        words += f", about {_left(left)} left"
     bar = part_bar(step / steps) if steps else join()
     return tag("div", bar, tag("p", words), class_="progress")
+
+
+def _left(seconds: float) -> str:
+    """The time left, which nobody knows to the second."""
+    return human_time(seconds if seconds < 60 else round(seconds / 60) * 60).removesuffix(" 0 s")
 
 
 def _tiles(run: RunFacts) -> list[Html]:
@@ -218,9 +223,8 @@ def _charts(runs: Sequence[RunFacts]) -> list[Html]:
 def _about_curves(runs: Sequence[RunFacts]) -> str:
     if not any(run["count"] for run in runs):
         return "No step yet."
-    if max(run["count"] for run in runs) > POINTS:
-        return "A point is the mean of several steps, in a band from the least to the most of them."
-    return "" if len(runs) > 1 else "The thin curve is each step."
+    most = max(run["count"] for run in runs)
+    return f"A point is the {_place(most)}, in a band from the least to the most of them." if most > POINTS else ""
 
 
 def _curve(own: Mapping[str, Any], name: str, kind: int, *, faint: bool = False) -> Curve:
@@ -232,8 +236,15 @@ def _loss(runs: Sequence[RunFacts], curves: Any) -> Chart:
     unit = f"mean of {spans.pop()} steps" if len(spans) == 1 else "mean of the last steps"
     if len(runs) > 1:
         return Chart("Loss", unit, curves("smooth_loss"))
-    each = _curve(runs[0]["curves"]["loss"], "", 0, faint=True)
-    return Chart("Loss", unit, [each, *curves("smooth_loss")])
+    own = runs[0]["curves"]
+    each = _curve(own["loss"], _place(runs[0]["count"]), 0, faint=True)
+    band = "in a band from least to most" if runs[0]["count"] > POINTS else ""
+    return Chart("Loss", band, [each, _curve(own["smooth_loss"], unit, 0)])
+
+
+def _place(count: int) -> str:
+    """What a point of a curve of so many steps stands for."""
+    return "each step" if count <= POINTS else f"mean of {-(-count // POINTS)} steps"
 
 
 def _validation(runs: Sequence[RunFacts]) -> Chart:
@@ -279,7 +290,7 @@ def _comparison(runs: Sequence[RunFacts]) -> Html:
                 _number(recent["samples_per_s"], ".3g"),
                 _number(recent["waiting"], ".1%"),
                 human_bytes(recent["peak_memory_bytes"]) if recent["peak_memory_bytes"] else "",
-                human_time(left) if left else "",
+                _left(left) if left else "",
             )
         )
     heads = ("run", "state", "step", "loss", "validation", "samples/s", "waiting", "memory", "left")
@@ -348,8 +359,8 @@ def _about(run: RunFacts) -> Html:
         "model": report["base_model"],
         "samples": f"{report['samples']:,}" if isinstance(report["samples"], int) else None,
         "devices": ", ".join(map(str, report["devices"])) if isinstance(report["devices"], list) else None,
-        "started": report["started"],
-        "finished": run["finished"],
+        "started": _moment(report["started"]),
+        "finished": _moment(run["finished"]),
         "free on its disk": human_bytes(run["disk_free_bytes"]) if run["disk_free_bytes"] is not None else None,
         "unreadable lines": f"{run['damaged_lines']:,} in metrics.jsonl" if run["damaged_lines"] else None,
     } | {name: cut(text, 300) for name, text in run["notes"].items() if name not in ("host", "error", "prompts")}
@@ -363,3 +374,8 @@ def _about(run: RunFacts) -> Html:
         else join()
     )
     return tag("section", tag("h2", "The run"), panel(tag("dl", *rows, class_="facts"), whole), id="run")
+
+
+def _moment(told: object) -> str | None:
+    """2026-11-23T03:00:00+00:00 -> 2026-11-23 03:00:00 UTC."""
+    return told.replace("T", " ", 1).replace("+00:00", " UTC") if isinstance(told, str) else None

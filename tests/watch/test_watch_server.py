@@ -132,6 +132,7 @@ def test_what_cannot_be_watched_is_told_before_anything_is_served(
     run = write_run(tmp_path / "run")
     assert "neither a run nor shards" in told(tmp_path, code=2)
     assert "the folder holds no run" in told(tmp_path, "--stop", code=2)
+    assert "no run trains into this folder" in told(run, "--pause", code=2)
     assert "no such folder" in told(tmp_path / "nowhere", code=2)
     assert "--webhook" in told(run, "--webhook", "ftp://example.org", "--port", 0, code=2)
     assert "no such address" in told(run, "--host", "no.such.host.invalid", code=2)
