@@ -140,6 +140,18 @@ class Row:
         return tuple(hashlib.sha256(control).hexdigest() for control in self.controls)
 
 
+PAIR_WARNINGS = {
+    "shifted": "target shifted against its control",
+    "scaled": "target enlarged or reduced against its control",
+    "proportions": "target of other proportions than its control",
+    "identical": "target and control are the same",
+}
+"""What a pair may be warned of."""
+
+LEAST_SCALING = 0.01
+"""A change of size that is told as one; less is an error of measuring a shift."""
+
+
 @dataclass(frozen=True)
 class Pair:
     """How a row's target lies on its control. What is None is as an edit should leave it.
@@ -159,6 +171,17 @@ class Pair:
     shift_px: tuple[int, int] | None = None
     scale: float | None = None
     agreement: float | None = None
+
+    @property
+    def warning(self) -> str | None:
+        """One of `PAIR_WARNINGS`."""
+        if self.proportions is not None:
+            return "proportions"
+        if self.scale is not None and abs(self.scale - 1) >= LEAST_SCALING:
+            return "scaled"
+        if self.shift_px is not None:
+            return "shifted"
+        return "identical" if self.identical else None
 
 
 @dataclass(frozen=True, eq=False)

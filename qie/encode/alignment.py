@@ -11,6 +11,7 @@ that nothing moved, then the picture has moved, whatever else the edit did; an o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -41,6 +42,7 @@ _AGREEING, _STILL = 0.5, 0.5  # least share of clear tiles that move together; m
 _LOSSES = 4.0  # levels of 255
 _ROUNDING = 2
 _SHARPER = 1.45
+_DETAIL_PX = 512
 _LOWPASS = 0.18  # cycles per pixel: finer detail is what blur, noise and compression change
 
 Floats = NDArray[np.float32]
@@ -78,7 +80,7 @@ def compare_pair(target: Image.Image, controls: Sequence[Image.Image], proportio
     """
     if not controls:
         return None
-    if len(controls) == 1 and abs(np.log(proportions[0])) > OTHER_PROPORTIONS:
+    if len(controls) == 1 and abs(math.log(proportions[0])) > OTHER_PROPORTIONS:
         return Pair(control=1, proportions=round(proportions[0], 3))
     size = _small_size(target.size)
     small = _small(target, size)
@@ -125,9 +127,9 @@ def _alike(small: tuple[Floats, Floats], target: Image.Image, control: Image.Ima
     brighter = differences.mean(-1)
     colour = np.abs(_halved(differences - brighter[..., None])).max(-1)  # of which files often keep half as much
     brighter = np.abs(brighter)
-    if brighter.mean() + colour.mean() > _LOSSES or (brighter > 3 * _LOSSES + edges).any():
+    if brighter.mean() > _LOSSES or (brighter > 3 * _LOSSES + edges).any():
         return False
-    if (colour > 3 * _LOSSES + 2 * _halved(edges[..., None])[..., 0]).any():
+    if colour.mean() > 0.5 * _LOSSES or (colour > 1.5 * _LOSSES + _halved(edges[..., None])[..., 0]).any():
         return False
     return _same_detail(target, control, same=bool(np.abs(differences).max() <= _ROUNDING))
 
@@ -149,8 +151,9 @@ def _same_detail(one: Image.Image, other: Image.Image, *, same: bool) -> bool:
 
 
 def _detail(image: Image.Image) -> NDArray[np.int16]:
-    """The Laplacian of its brightness."""
-    grey = np.asarray(image.convert("L")).astype(np.int16)
+    """The Laplacian of its brightness; of a large picture at half its size, since losses are its finest detail."""
+    step = max(round(math.sqrt(image.width * image.height) / _DETAIL_PX), 1)
+    grey = np.asarray(image.convert("L").reduce(step)).astype(np.int16)
     return 4 * grey[1:-1, 1:-1] - grey[:-2, 1:-1] - grey[2:, 1:-1] - grey[1:-1, :-2] - grey[1:-1, 2:]
 
 

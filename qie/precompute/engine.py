@@ -33,7 +33,7 @@ from qie.shards.writer import ShardBusyError, ShardOverlapError, ShardWriter
 from qie.stages import Pipeline, Stage, Stages
 from qie.stores import File, Folder
 from qie.threads import pause
-from qie.types import Row, Sample
+from qie.types import PAIR_WARNINGS, Row, Sample
 
 READERS = 8
 DEPTH = 4
@@ -419,6 +419,8 @@ def _count_row(report: Report, one: Fresh | RowOutcome) -> None:
             report.encoded += 1
             report.clipped += entry.clipped
             report.notes.update(entry.notes)
+            if entry.pair and entry.pair.warning:
+                report.notes[f"{PAIR_WARNINGS[entry.pair.warning]}: qie-stats names the rows"] += 1
         case Reused() | Duplicate():
             report.reused += 1
         case Skipped():

@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 
 from qie.shards.index import Entry
 from qie.stores import File
+from qie.types import PAIR_WARNINGS, Pair
 
 KINDS = {
-    "shifted": "target shifted against its control",
-    "scaled": "target enlarged or reduced against its control",
-    "proportions": "target of other proportions than its control",
-    "identical": "target and control are the same",
+    **PAIR_WARNINGS,
     "repeated_caption": "one caption on several edits, where most stand alone",
     "several_captions": "one target under several captions, where most have one",
 }
@@ -32,9 +30,6 @@ KINDS = {
 
 WORST = 12
 """Of each kind that are named."""
-
-SCALED = 0.01
-"""A change of size that is told as one; less is an error of measuring a shift."""
 
 _LEAST_EDITS = 3  # two rows of a large set may well ask for the same
 _KEY_SHOWN = 16
@@ -193,23 +188,25 @@ def _largest(warnings: Sequence[PairWarning]) -> list[PairWarning]:
 
 def warning_of(entry: Entry) -> tuple[str, str, float] | None:
     """The kind of what is wrong with a pair, in words, and how much of it."""
-    pair, inputs = entry.pair, entry.inputs
-    if pair and pair.proportions is not None:
-        words = f"the target's proportions are {pair.proportions:.3f} of those of control {pair.control}"
+    pair, inputs = entry.pair or Pair(), entry.inputs
+    control = f"control {pair.control}"
+    if pair.proportions is not None:
+        words = f"the target's proportions are {pair.proportions:.3f} of those of {control}"
         return "proportions", words, abs(math.log(max(pair.proportions, 1e-9)))
-    if pair and pair.shift_px is not None and pair.scale is not None:
-        return _movement(pair.shift_px, pair.scale, pair.agreement or 0.0, f"control {pair.control}")
+    if pair.warning in ("shifted", "scaled"):
+        return pair.warning, *_movement(pair, control)
+    # Of pairs that nobody compared, files say at least this.
     same = [name for name, digest in inputs.items() if name.startswith("control") and digest == inputs["target"]]
-    if same or (pair and pair.identical):
-        return "identical", f"the target is the same as {same[0] if same else f'control {pair and pair.control}'}", 0.0
+    if same or pair.identical:
+        return "identical", f"the target is the same as {same[0] if same else control}", 0.0
     return None
 
 
-def _movement(shift_px: tuple[int, int], scale: float, agreement: float, control: str) -> tuple[str, str, float]:
-    x, y = shift_px
-    told = f"{agreement:.0%} of the places that can be told agree"
-    if abs(scale - 1) < SCALED:
-        return "shifted", f"the target is shifted by {x}, {y} px against {control}; {told}", math.hypot(x, y)
+def _movement(pair: Pair, control: str) -> tuple[str, float]:
+    (x, y), scale = pair.shift_px or (0, 0), pair.scale or 1.0
+    agreeing = f"{pair.agreement or 0.0:.0%} of the places that can be compared agree"
+    if pair.warning == "shifted":
+        return f"the target is shifted by {x}, {y} px against {control}; {agreeing}", math.hypot(x, y)
     how = "enlarged" if scale > 1 else "reduced"
     beside = f", its middle shifted by {x}, {y} px" if x or y else ""
-    return "scaled", f"the target is {how} by {abs(scale - 1):.1%} against {control}{beside}; {told}", abs(scale - 1)
+    return f"the target is {how} by {abs(scale - 1):.1%} against {control}{beside}; {agreeing}", abs(scale - 1)

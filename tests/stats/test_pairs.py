@@ -15,6 +15,8 @@ from PIL import Image, ImageOps
 
 from qie.cli import stats
 from qie.encode.alignment import compare_pair
+from qie.precompute import engine
+from qie.precompute.counts import Report
 from qie.shards.discovery import find_indexes
 from qie.shards.index import Entry, read_index
 from qie.shards.record import encode
@@ -126,7 +128,7 @@ def test_stats_warns_of_pairs_with_numbers_and_commands_and_exits_with_0(shards:
     assert result.exit_code == 0, result.output
     lines = [line.strip() for line in result.stdout.splitlines()]
     key = read_index(next(shards.glob("*.json"))).samples[2].key
-    told = "the target is shifted by 24, 0 px against control 1; 92% of the places that can be told agree"
+    told = "the target is shifted by 24, 0 px against control 1; 92% of the places that can be compared agree"
     assert lines[lines.index(f"row 2 (photo 2): {told}") + 1] == f"qie-stats {shards} --exclude {key[:16]}"
     assert "pairs     9 compared, 10 captions" in lines
     assert "row 5 (photo 5): the target is the same as control 1" in lines
@@ -180,3 +182,21 @@ def test_the_page_shows_the_worst_pairs_with_words_and_commands_and_all_rows_by_
     assert "the target is reduced by 10.0% against control 1, its middle shifted by 3, -1 px" in section
     assert f"--exclude {read_index(next(shards.glob('*.json'))).samples[4].key[:16]}" in section
     assert "target shifted against its control" in text[text.index('id="all-rows"') :]
+
+
+def test_precompute_tells_how_many_pairs_to_look_at() -> None:
+    report = Report()
+    for pair in (Pair(1), Pair(1, shift_px=(9, 0), scale=1.0), Pair(1, shift_px=(0, 0), scale=1.05), None):
+        engine._count_row(report, engine.Encoded(with_pair(0, pair), b"", None))
+    assert report.notes == {
+        "target shifted against its control: qie-stats names the rows": 1,
+        "target enlarged or reduced against its control: qie-stats names the rows": 1,
+    }
+
+
+@pytest.mark.parametrize("size", [(32, 32), (7232, 64), (32, 1024), (320, 224)])
+def test_pictures_of_any_shape_with_nothing_to_see_are_no_reason_to_warn(size: tuple[int, int]) -> None:
+    with np.errstate(all="raise"):
+        assert compare_pair(Image.new("RGB", size, "red"), [Image.new("RGB", size, "teal")], [1.0]) == Pair(control=1)
+        noise = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8)
+        assert compare_pair(Image.fromarray(noise), [Image.new("RGB", size, "teal")], [1.0]) == Pair(control=1)
