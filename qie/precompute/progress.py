@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import secrets
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from qie.precompute.ranges import Range
 from qie.recipe import canonical_json
@@ -30,6 +31,7 @@ FORGET_S = 86_400.0
 """What workers that died or failed left is kept so long, unless a later run has taken over their rows."""
 
 _MOST_BYTES = 2**20
+_READ_AT_ONCE = 16
 
 WorkerState = Literal["running", "finished", "failed", "stopped"]
 
@@ -57,8 +59,8 @@ class PrecomputeRun:
 class StageLoad:
     """A stage in the last minute: the share of the time that it worked, and its rows per second of work."""
 
-    busy: float
-    rate: float
+    busy: FiniteFloat
+    rate: FiniteFloat
 
 
 @dataclass(frozen=True)
@@ -87,22 +89,22 @@ class WorkerProgress:
     run: PrecomputeRun
     state: WorkerState
     message: str | None
-    started: float
-    updated: float
-    interval_s: float
-    advanced: float
+    started: FiniteFloat
+    updated: FiniteFloat
+    interval_s: FiniteFloat
+    advanced: FiniteFloat
     rows: int
     rows_open: int
     encoded: int
     reused: int
     skipped: dict[str, int]
-    rate_minute: float | None
-    rate: float | None
+    rate_minute: FiniteFloat | None
+    rate: FiniteFloat | None
     shards_written: int
     shards_kept: int
     shards_busy: int
     bytes_written: int
-    bytes_per_row: float | None
+    bytes_per_row: FiniteFloat | None
     stages: dict[str, StageLoad]
     bottleneck: str | None
     newest: list[str] = field(default_factory=list)
@@ -132,7 +134,12 @@ def write_progress(output: Folder, one: WorkerProgress) -> None:
 def read_progress(output: Folder) -> list[WorkerProgress]:
     """What the workers of a folder say, by name. Raises StoreError where it cannot be read, or not be listed."""
     folder = progress_folder(output)
-    found = [read_worker(File(folder, name)) for name in folder.listing() if name.endswith(".json")]
+    files = [File(folder, name) for name in folder.listing() if name.endswith(".json")]
+    if isinstance(folder, LocalFolder):
+        found = [read_worker(file) for file in files]
+    else:
+        with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
+            found = list(pool.map(read_worker, files))
     return [one for one in found if one is not None]
 
 

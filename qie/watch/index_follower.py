@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from heapq import nlargest
+from itertools import chain
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -32,6 +34,7 @@ COMPARE_EVERY = 15
 
 _READ_AT_ONCE = 16
 _EXAMPLES = 12
+_ARRIVED = 64
 _SETTLED_NS = 10**9
 """Within a tick of the disk's clock, a folder may change a second time under one date."""
 
@@ -58,7 +61,7 @@ class IndexFollower:
         rows: their ranges, those that touch as one.
         tar_bytes, counted_rows: of the tars whose index was read, and the rows that these hold or skip.
         reasons: why rows were skipped -> how many.
-        arrived: names of shards in the order in which they came, since the first look.
+        arrived: the last shards that came since the first look, in their order.
         faults: by the name of an index.
     """
 
@@ -72,7 +75,9 @@ class IndexFollower:
     _names: set[str] = field(default_factory=set)
     _unread: dict[str, None] = field(default_factory=dict)
     _told: dict[str, _Told] = field(default_factory=dict)
+    _skipping: dict[str, _Told] = field(default_factory=dict)
     _stamps: dict[str, str] = field(default_factory=dict)
+    _uncovered: bool = False
     _dated: int | None = None
     _looks: int = 0
 
@@ -87,6 +92,8 @@ class IndexFollower:
             self._list()
             self._dated = date
         self._read([stem for stem in first if stem in self._unread])
+        if self._uncovered:
+            self._cover()
 
     @property
     def shards(self) -> int:
@@ -99,19 +106,16 @@ class IndexFollower:
 
     def last(self, count: int) -> list[str]:
         """The shards of the last rows, the very last one first."""
-        return sorted((*self._told, *self._unread), reverse=True)[:count]
+        return nlargest(count, chain(self._told, self._unread))
 
     def skipped(self, reason: str) -> list[Skipped]:
         """Some of the rows that were skipped for a reason, in their order."""
         found: list[Skipped] = []
-        for told in sorted(self._with_skipped().values(), key=lambda told: told.start):
+        for told in sorted(self._skipping.values(), key=lambda told: told.start):
             found += [gone for gone in told.skipped if gone.reason == reason]
             if len(found) >= _EXAMPLES:
                 break
         return found[:_EXAMPLES]
-
-    def _with_skipped(self) -> dict[str, _Told]:
-        return {stem: told for stem, told in self._told.items() if told.skipped}
 
     def _date(self) -> int | None:
         """When the folder last changed, on a disk; None where that is not known, or where it may change once more."""
@@ -129,21 +133,21 @@ class IndexFollower:
         names = set(self.folder.names() if stamps is None else stamps)
         fresh = names - self._names
         tars = {f"{name[:-5]}.tar" for name in fresh if name.endswith(".json")} & names
-        for stem in (name[:-5] for name in index_names([*fresh, *(tars - fresh)])):
+        stems = [name[:-5] for name in index_names([*fresh, *(tars - fresh)])]
+        self.rows = merged_ranges([*self.rows, *filter(None, map(parse_stem, stems))])
+        for stem in stems:
             self._unread[stem] = None
             if self._looks:
                 self.arrived.append(stem)
+        del self.arrived[:-_ARRIVED]
         for name in self._names - names:
             self._forget(name.removesuffix(".json"))
         if stamps is not None:
             self._compare(stamps)
-        first = not self._looks
-        changed, self._names = names != self._names, names
+        self._names = names
         self._looks += 1
-        if first and COMPACT_NAME in names:
+        if self._looks == 1 and COMPACT_NAME in names:
             self._take_compact()
-        if changed:
-            self._cover()
 
     def _compare(self, stamps: dict[str, str]) -> None:
         """Read again what was written again. What came since the last comparison is read twice."""
@@ -177,8 +181,6 @@ class IndexFollower:
                     self._parse(stem, content)
                 if time.monotonic() > until:
                     break
-        if waiting:
-            self._cover()
 
     def _content(self, stem: str) -> bytes | QieError | None:
         try:
@@ -197,9 +199,14 @@ class IndexFollower:
             self._blame(stem, content.what)
         else:
             try:
-                self._take(stem, _TOLD.validate_json(content))
+                told = _TOLD.validate_json(content)
             except ValidationError:
                 self._blame(stem, "the index is damaged or was not written by qie")
+                return
+            if parse_stem(stem) not in (None, (told.start, told.stop)):
+                self._blame(stem, "the index has another range than its name")
+                return
+            self._take(stem, told)
 
     def _blame(self, stem: str, fault: str) -> None:
         self.faults[stem] = fault
@@ -208,14 +215,19 @@ class IndexFollower:
     def _take(self, stem: str, told: _Told) -> None:
         self._unread.pop(stem, None)
         self._told[stem] = told
+        if told.skipped:
+            self._skipping[stem] = told
+        self._uncovered |= parse_stem(stem) is None  # somebody renamed it: its index alone says its rows
         if told.filesize:
             self.tar_bytes += told.filesize
             self.counted_rows += told.stop - told.start
         self.reasons.update(gone.reason for gone in told.skipped)
 
     def _forget(self, stem: str) -> None:
+        self._uncovered |= stem in self._unread or stem in self._told
         self._unread.pop(stem, None)
         self.faults.pop(stem, None)
+        self._skipping.pop(stem, None)
         told = self._told.pop(stem, None)
         if told is None:
             return
@@ -225,5 +237,6 @@ class IndexFollower:
         self.reasons -= Counter(gone.reason for gone in told.skipped)
 
     def _cover(self) -> None:
+        self._uncovered = False
         ranges = [(told.start, told.stop) for told in self._told.values() if told.stop > told.start]
         self.rows = merged_ranges([*ranges, *filter(None, map(parse_stem, self._unread))])

@@ -135,4 +135,4 @@ def _prompt(shard: Shard, entry: Entry) -> str:
         prompt = json.loads(json.loads(head[8 : 8 + length])["__metadata__"]["qie"])["prompt"]
     except (QieError, ValueError, KeyError, TypeError, RecursionError):
         return ""
-    return prompt if isinstance(prompt, str) else ""
+    return prompt.encode("utf-8", "replace").decode() if isinstance(prompt, str) else ""

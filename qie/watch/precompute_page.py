@@ -267,7 +267,7 @@ def _skipped(number: int, one: Mapping[str, Any]) -> Html:
             note(f"and {reason['count'] - len(reason['rows']):,} more")
             if reason["count"] > len(reason["rows"])
             else Html(""),
-            data_name=reason["reason"],
+            data_name=cut(reason["reason"], MOST_PROMPT),
         )
         for reason in skipped["reasons"]
     ]

@@ -15,7 +15,7 @@ from qie.precompute.progress import PROGRESS_FOLDER, PrecomputeRun, WorkerProgre
 from qie.precompute.ranges import Range, merged_ranges
 from qie.shards.discovery import index_names
 from qie.shards.excluded import read_excluded
-from qie.shards.index import Skipped
+from qie.shards.index import Skipped, parse_stem
 from qie.stores import Folder, open_folder
 from qie.watch.index_follower import IndexFollower
 from qie.watch.live_page import WebFile
@@ -28,6 +28,9 @@ REMOTE_S = 10.0
 
 STUCK_S = 300.0
 """A worker that lives and has done no row for so long is said to be stuck."""
+
+LEAST_PACE = 1e-6
+"""Rows a second: below it, nothing is said of the time left."""
 
 STAGES = {
     "read": "reading rows from the source",
@@ -119,7 +122,7 @@ class PrecomputeReader:
                 return otherwise
 
         workers: list[WorkerProgress] = attempt(lambda: read_progress(self.folder), [])
-        told = list(dict.fromkeys(chain.from_iterable(_newest_first(workers))))
+        told = list(filter(parse_stem, dict.fromkeys(chain.from_iterable(_newest_first(workers)))))
         attempt(lambda: self.indexes.look(told), None)
         excluded = attempt(lambda: read_excluded(self.folder), {})
         alive = [one for one in workers if self._is_alive(one)]
@@ -239,7 +242,7 @@ def _left_s(shards: Sequence[Range], alive: Sequence[WorkerProgress]) -> float |
         rows = (stop - start - there - sum(one.rows_open for one in workers)) or stop - start - sum(
             one.rows for one in workers
         )
-        if pace <= 0:
+        if pace < LEAST_PACE:
             return None
         left.append(max(rows, 0) / pace)
     return max(left, default=None)

@@ -211,11 +211,18 @@ def test_what_is_no_index_is_a_fault_in_the_facts_and_what_is_no_progress_is_not
     (tmp_path / "00000060-00000068.json").write_bytes(b"[" * 100_000)
     (tmp_path / "00000068-00000076.json").write_bytes(b"\xff\xfe")
     (tmp_path / "00000076-00000084.json").mkdir()
+    far = {"start": 0, "stop": 10**9, "filesize": 1, "skipped": []}
+    (tmp_path / "00000084-00000092.json").write_text(json.dumps(far))
     (tmp_path / "progress" / "x.json").write_text("[" * 100_000)
+    tell(
+        tmp_path, worker(PrecomputeRun.new((0, 9), 9), rate=float("nan")), worker(PrecomputeRun.new((0, 9), 9), host=7)
+    )
+    tell(tmp_path, worker(PrecomputeRun.new((0, 9), 9), newest=["../../x", "progress/x", "99999999-99999999"]))
     (tmp_path / "excluded.txt").write_text("no key")
     found = PrecomputeReader(tmp_path).read()
-    assert len(found["faults"]) == 3 and "the list of excluded samples" in found["faults"][0]
-    assert len(found["workers"]) == 1 and found["rows"]["published"] == 76
+    assert len(found["faults"]) == 4 and "the list of excluded samples" in found["faults"][0]
+    assert (len(found["workers"]), found["rows"]["published"]) == (2, 60 + 16 + 8)
+    json.dumps(found, allow_nan=False)
 
 
 def test_a_click_excludes_a_sample_that_is_shown_and_another_one_includes_it_again(tmp_path: Path) -> None:
