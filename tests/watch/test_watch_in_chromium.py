@@ -103,3 +103,28 @@ def test_runs_lie_over_each_other_and_what_differs_is_told(tab: Tab, tmp_path: P
         lines = tab.value("[...document.querySelectorAll('.found div')].map(one => one.textContent)")
         assert lines[0].startswith("step ") and lines[1].startswith("one 0.0") and lines[2].startswith("other 0.0")
         assert tab.complaints == []
+
+
+def test_a_page_that_nobody_sees_asks_for_nothing_and_one_that_gets_no_answer_says_so(tab: Tab, tmp_path: Path) -> None:
+    with served(open_pages([str(write_run(tmp_path / "run"))])) as address:
+        tab.open(f"{address}/training/")
+        tab.value(HIDE)
+        look_again(tab)
+        assert tab.value("window.asked") == 0
+        tab.value("{window.hidden = false}")
+        look_again(tab)
+        assert tab.value("window.asked") == 1
+    assert tab.complaints == []
+    soon(tab, "document.getElementById('link').textContent.startsWith('No answer from qie watch')")
+    assert tab.value("document.querySelector('.progress p').textContent").startswith("step 40 of 50"), "it stays"
+    tab.complaints.clear()
+
+
+HIDE = """(async () => {
+  await poll();
+  window.hidden = true;
+  window.asked = 0;
+  Object.defineProperty(document, "hidden", {get: () => window.hidden});
+  const asking = window.fetch;
+  window.fetch = (...words) => ((window.asked += 1), asking(...words));
+})()"""
