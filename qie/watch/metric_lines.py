@@ -40,6 +40,11 @@ class MetricLines:
         self.damaged = 0
         self._at, self._file, self._rest = 0, (0, 0), b""
 
+    @property
+    def seen(self) -> tuple[object, ...]:
+        """How far which file has been read: as long as it is equal, so are the numbers."""
+        return self._file, self._at
+
     def update(self) -> None:
         """Read what is new. A resumed run writes the file anew: then it is read from its start."""
         try:

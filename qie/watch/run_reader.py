@@ -56,6 +56,7 @@ class RunReader:
         self.lines, self.pictures = MetricLines(folder), RunPictures(folder)
         self._sizes: dict[tuple[str, float], int] = {}
         self._seen_steps, self._changed = -1, 0.0
+        self._drawn: tuple[tuple[object, ...], dict[str, dict[str, Any]]] = (), {}
 
     def read(self) -> LiveFacts:
         """Everything that is known now, as JSON values."""
@@ -137,6 +138,11 @@ class RunReader:
         return found
 
     def _curves(self) -> dict[str, dict[str, Any]]:
+        if self._drawn[0] != self.lines.seen:
+            self._drawn = self.lines.seen, self._new_curves()
+        return self._drawn[1]
+
+    def _new_curves(self) -> dict[str, dict[str, Any]]:
         lines = self.lines
         span = self._span
         waiting = [
