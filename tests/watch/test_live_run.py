@@ -20,6 +20,13 @@ from tests.watch.live_runs import served, soon
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium: apt-get install chromium")
 
 
+WRITE = """{
+  const field = document.querySelector("[name=prompt]");
+  field.value = "make it <b>day</b>";
+  field.dispatchEvent(new Event("input", {bubbles: true}));
+}"""
+
+
 class Gate:
     """Lets a run take its steps one by one. A context manager: whoever leaves it frees the run.
 
@@ -137,10 +144,14 @@ def test_a_run_is_seen_to_move_and_obeys_its_buttons_within_a_step(
         assert len(losses(run)) == 3, "it holds after the step that it was in"
         press(tab, "Checkpoint now")
         soon(tab, "document.querySelector('#checkpoints').textContent.includes('checkpoint-000003')")
+        tab.value(WRITE)
+        press(tab, "Use these from the next validation on")
         press(tab, "Resume")
         for _ in range(3):
             gate.reach()
         assert len(losses(run)) == 5, "it went on"
+        soon(tab, "document.querySelector('.prompt').textContent === 'make it <b>day</b>'")
+        assert tab.value("document.querySelector('#pictures summary').textContent") == "1 of earlier prompts"
         press(tab, "Stop")
         gate.allow(5)
         state(tab, "stopped")
