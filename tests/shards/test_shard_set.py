@@ -175,8 +175,9 @@ def reordered(record: bytes, order: tuple[str, ...]) -> bytes:
     return join_record(header, about, b"".join(contents[name] for name in order))
 
 
-HALVES = ("control_latent", "empty_prompt_embed", "pixel_latent", "prompt_embed")
+HALVES = ("control_latent", "empty_prompt_embed", "pixel_latent", "prompt_embed", "rejected_latent")
 MASKS = ("loss_mask", "empty_prompt_embeds_mask", "prompt_embeds_mask")
+SOMETIMES = ("loss_mask", "rejected_latent")
 
 
 def test_a_record_is_written_by_type_and_name() -> None:
@@ -188,7 +189,8 @@ def test_a_record_is_written_by_type_and_name() -> None:
 
 def test_the_tensors_of_a_record_are_read_in_any_order(tmp_path: Path) -> None:
     """Most of them of equal sizes, so that nothing but their place tells them apart."""
-    sample = make_sample(0, target=(2, 2), controls=((2, 2),), tokens=4, empty_tokens=4, shared_prefix=0, masked=True)
+    sizes = {"target": (2, 2), "controls": ((2, 2),), "tokens": 4, "empty_tokens": 4, "shared_prefix": 0}
+    sample = make_sample(0, **sizes, masked=True, paired=True)
     record = encode(sample, RECIPE.digest)
 
     for order in random.Random(0).sample([*permutations((*HALVES, *MASKS))], 20):
@@ -285,11 +287,12 @@ MISFITS = {
     **{
         f"{name} {by:+}": resized(name, by)
         for name in (*HALVES, *MASKS)
-        for by in ((1, -1) if name != "loss_mask" else (1, 23))
+        for by in ((1, 23) if name in SOMETIMES else (1, -1))
     },
     **{
         f"no {name}": entry(lambda one, name=name: one["tensor_bytes"].pop(name))
-        for name in (*HALVES, "prompt_embeds_mask", "empty_prompt_embeds_mask")
+        for name in (*HALVES, *MASKS)
+        if name not in SOMETIMES
     },
     "a token more": entry(lambda one: one.update(tokens=10)),
     "no tokens": entry(lambda one: one.update(tokens=0)),

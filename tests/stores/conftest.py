@@ -32,6 +32,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """The Hub that huggingface_hub now finds, with one empty repository."""
+    import huggingface_hub.utils.tqdm  # noqa: F401 - which would keep the value of a constant that is set for a test
+
     without_clouds(monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS", True)
