@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,12 +44,14 @@ def open_model(config: Config, components: tuple[str, ...] = ENCODERS) -> Pretra
     return open_pretrained(model.pretrained_model_name_or_path, model.family, components, vae=model.vae)
 
 
-def open_encoder(config: Config, *, pictures: bool = True) -> Encoder:
+def open_encoder(config: Config, *, pictures: bool = True, like: Recipe | None = None) -> Encoder:
     """The encoder of a configuration. Hashes its weights now; the first row loads them.
 
     Args:
         config: says how to encode.
         pictures: make the small pictures that `cache.thumbnail_px` asks for; to train needs none.
+        like: the recipe of shards that it works beside. If it only differs by the thumbnails that an earlier qie kept
+            in records, it is taken: their keys depend on it.
 
     Raises:
         ModelError: the model lacks an encoder, or is of another kind.
@@ -59,7 +62,21 @@ def open_encoder(config: Config, *, pictures: bool = True) -> Encoder:
     pretrained = open_model(config)
     if not pictures:
         config = config.model_copy(update={"cache": config.cache.model_copy(update={"thumbnail_px": None})})
-    return inference_encoder(config, pretrained, vae_device, text_device)
+    encoder = inference_encoder(config, pretrained, vae_device, text_device)
+    if like is not None and replace(like, thumbnail_px=None) == encoder.recipe:
+        encoder.recipe = like
+    return encoder
+
+
+def recipe_there(output: Folder) -> Recipe | None:
+    """The recipe of the shards in a folder; None where there are none, or none that can be read, which others tell."""
+    from qie.shards.discovery import published
+    from qie.shards.index import read_index
+
+    try:
+        return next((read_index(index).recipe for index in published(output)[:1]), None)
+    except QieError:
+        return None
 
 
 def worker_configs(config: Config, devices: str) -> list[Config]:
@@ -87,12 +104,12 @@ def worker_configs(config: Config, devices: str) -> list[Config]:
     return workers
 
 
-def open_worker(config: Config) -> tuple[Source, Encoder]:
-    """Source and encoder of a process that only encodes."""
+def open_worker(config: Config, like: Recipe | None = None) -> tuple[Source, Encoder]:
+    """Source and encoder of a process that only encodes; see `open_encoder`."""
     spare_imports()
     quiet_libraries()
     quick_turns()
-    return open_rows(config), open_encoder(config)
+    return open_rows(config), open_encoder(config, like=like)
 
 
 def precompute_config(
@@ -126,12 +143,14 @@ def precompute_config(
 
         _require_unpruned(output, prune)
         placed = config.cache.vae_encoder_device, config.cache.text_encoder_device
-        opener = partial(open_worker, config)
+        opener = partial(open_worker, config, recipe_there(output))
         return precompute_on_ray(opener, output, devices=placed, progress=progress, say=say, tell=True, **cut)
     workers = worker_configs(config, devices) if devices else []
     if not workers:
         quick_turns()
-    encoder, openers = open_encoder(workers[0] if workers else config), [partial(open_worker, one) for one in workers]
+    like = recipe_there(output)
+    encoder = open_encoder(workers[0] if workers else config, like=like)
+    openers = [partial(open_worker, one, like) for one in workers]
     return precompute(source, encoder, output, workers=openers, progress=progress, prune=prune, tell=True, **cut)
 
 
@@ -336,7 +355,9 @@ class LaterEncoder:
                 cache = self._config.cache
                 if cache.compute_dtype == "auto" and self.recipe.vae_dtype == self.recipe.text_dtype:
                     cache = cache.model_copy(update={"compute_dtype": self.recipe.vae_dtype})
-                encoder = open_encoder(self._config.model_copy(update={"cache": cache}), pictures=False)
+                encoder = open_encoder(
+                    self._config.model_copy(update={"cache": cache}), pictures=False, like=self.recipe
+                )
                 self.recipe.require_equal(
                     encoder.recipe, "the encoder of this machine", "encode the missing rows where the shards were made"
                 )

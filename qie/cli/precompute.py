@@ -117,10 +117,10 @@ def _estimate(
     config: Config, rows: Source, folder: Folder, wanted: Range, settings: Settings, devices: str | None, quiet: bool
 ) -> NoReturn:
     """Print what a run would do; exit with 1 if rows cannot be encoded."""
-    from qie.from_config import open_encoder, worker_configs
+    from qie.from_config import open_encoder, recipe_there, worker_configs
     from qie.precompute.estimate import estimate_precompute
 
-    encoder = open_encoder(worker_configs(config, devices)[0] if devices else config)
+    encoder = open_encoder(worker_configs(config, devices)[0] if devices else config, like=recipe_there(folder))
     with Progress("checking", wanted[1] - wanted[0], "rows", quiet=quiet) as progress:
         found = estimate_precompute(rows, encoder, folder, rows=wanted, settings=settings, progress=progress.at)
     _print_estimate(found, encoder.recipe)

@@ -155,7 +155,7 @@ function browse(place, facts, source) {
   };
   const words_ = element("input");
   words_.type = "search";
-  words_.placeholder = "words of a prompt, a name, a reason …";
+  words_.placeholder = "words, a name, a reason …";
   words_.setAttribute("aria-label", "Show rows with these words");
   words_.addEventListener("input", () => show(true));
   const shape = (number) => (facts.sizes[number][0] ? `${facts.sizes[number][0]} from ${facts.sizes[number][1]}` : "none");

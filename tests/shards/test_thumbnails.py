@@ -23,6 +23,7 @@ from qie.data.sources import open_source
 from qie.encode import Encoder, EncoderOptions
 from qie.encode.images import to_thumbnail
 from qie.errors import ShardError
+from qie.from_config import open_encoder, precompute_config, recipe_there
 from qie.precompute import Settings, precompute
 from qie.shards.compact_index import read_compact
 from qie.shards.discovery import published
@@ -41,10 +42,11 @@ from tests.builders import (
     rewrite_index,
     write_shard,
 )
-from tests.conftest import ROOT
+from tests.conftest import AREA_PX, ROOT
 from tests.contracts.test_equivalence import assert_live_equals_cached
 from tests.precompute.test_stores import contents
 
+DEVICES = {"vae_encoder_device": "cpu", "text_encoder_device": "cpu"}
 READ_SHARD = ROOT / "tools" / "read_shard.py"
 SMALL = make_recipe(thumbnail_px=24)
 DIGEST_BEFORE = "a2261c04bfd135c3"
@@ -348,6 +350,30 @@ def test_the_other_tensors_are_those_of_a_recipe_without(
     without, with_one = encoder.encode(row), encoder_small.encode(row)
     assert with_one.key != without.key
     assert_same(replace(with_one, key=without.key, thumbnail=None), without)
+
+
+def test_a_folder_of_an_earlier_qie_is_gone_on_with_under_its_recipe(
+    photos: Path, tiny_edit: Path, tmp_path: Path
+) -> None:
+    output, pretrained = open_folder(tmp_path / "shards"), {"pretrained_model_name_or_path": str(tiny_edit)}
+    data = {"source": str(photos), "area_px": AREA_PX, "allow_tiny": True}
+    config = Config.model_validate({"model": pretrained, "data": data, "cache": DEVICES})
+    source, encoder = open_source(photos), open_encoder(config)
+    assert encoder.recipe.thumbnail_px is None
+    earlier = replace(encoder.recipe, thumbnail_px=32)
+    encoder.recipe = earlier
+    precompute(source, encoder, output, rows=(0, 2), shard_size=2)
+    report = precompute_config(config, source, output, rows=(0, 4), shard_size=2, settings=Settings(), progress=print)
+    assert (report.encoded, report.shards_kept) == (2, 1)
+    shards = [Shard(index) for index in published(output)]
+    assert {shard.index.recipe for shard in shards} == {earlier}
+    assert ShardSet.open([tmp_path / "shards"]).load(3).thumbnail is not None
+
+    assert open_encoder(config, like=replace(earlier, batch_size=2)).recipe == replace(earlier, thumbnail_px=None)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "00000000-00000002.json").write_text("{")
+    assert recipe_there(open_folder(damaged)) is None and recipe_there(open_folder(tmp_path / "none")) is None
 
 
 def test_live_equals_cached_with_thumbnails_which_no_batch_carries_and_a_second_run_encodes_nothing(
