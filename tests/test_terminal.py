@@ -62,7 +62,7 @@ def test_no_line_or_bar_on_a_terminal_is_wider_than_it_and_only_a_command_is_lef
     columns: int, variables: dict[str, str]
 ) -> None:
     raw = on_terminal(columns, **variables)
-    *drawn, last = [text for text in re.split(r"[\r\n]+", re.sub(r"\x1b\[\d*[mA]", "", raw)) if text.strip()]
+    *drawn, last = [text for text in re.split(r"[\r\n]+", re.sub(r"\x1b\[\d*[mAK]", "", raw)) if text.strip()]
     assert max(disp_len(text) for text in drawn) < columns
     assert last == "next: qie train --config 'my file.yaml' --set train.max_steps=1000 --set seed=5"
     assert any(re.match(r"training 200/400.*left" + ", loss 0.6421" * (columns > 40), text) for text in drawn), drawn
@@ -101,4 +101,9 @@ def test_a_folded_line_goes_on_where_its_text_begins_and_no_word_is_broken() -> 
         "  to do:    install torch for CUDA:\n            https://pytorch.org/get-started/locally"
     )
     assert folded("step 20: validation loss 0.7156, and more", 24) == "step 20: validation loss\n  0.7156, and more"
-    assert folded("short", 40) == "short"
+    assert (
+        folded("ok    devices        no GPU: the CPU computes", 60) == "ok    devices        no GPU: the CPU computes"
+    )
+    assert folded("ok    devices        no GPU: the CPU computes, slowly, for a long time", 64).splitlines()[1] == (
+        " " * 21 + "long time"
+    )

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from qie.cli.terminal import echo, warn
+from qie.cli.terminal import ERASED, echo, is_terminal, warn
 
 PATH_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 """Errors of a path that the user gave, rather than of the machine."""
@@ -30,6 +30,7 @@ TYPED = "qie.typed"
 """The words that a command was called with, among what click keeps of a call."""
 
 INTERRUPTED = {
+    "qie.cli.train": "checkpoints stay; continue from the last one with --resume latest",
     "qie.cli.predict": "finished images stay; run the same command again for all of them",
     "qie.cli.stats": "nothing was changed",
     "qie.cli.doctor": "nothing was changed",
@@ -136,7 +137,7 @@ def _heard() -> Iterator[None]:
     def on_signal(_: int, frame: FrameType | None) -> None:
         while frame is not None:
             if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-                os.write(2, b"interrupted\n")
+                os.write(2, f"{ERASED * is_terminal(sys.stderr)}interrupted\n".encode())
                 os._exit(130)
             frame = frame.f_back
         raise KeyboardInterrupt
@@ -176,8 +177,15 @@ def _interrupted(module: str) -> NoReturn:
     from qie.threads import leave
 
     stays = INTERRUPTED.get(module, "published shards stay; run the same command again to continue")
-    echo(f"interrupted: {stays}", err=True)
+    tell_interrupted(stays)
     leave(130)
+
+
+def tell_interrupted(what: str) -> None:
+    """Say what is left after Ctrl-C, in the place of the bar that the terminal has written ^C behind."""
+    if is_terminal(sys.stderr):
+        sys.stderr.write(ERASED)
+    echo(f"interrupted: {what}", err=True)
 
 
 def _was_interrupt(error: BaseException | None) -> bool:

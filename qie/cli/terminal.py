@@ -27,6 +27,10 @@ COLOURS = {
 and cyan can be read on a light and on a dark background, where yellow, blue and bold ones cannot."""
 
 
+ERASED = "\r\x1b[K"
+"""Erases a terminal's line, with the ^C that the terminal has written behind a bar."""
+
+
 def is_terminal(stream: IO[str]) -> bool:
     """Whether lines on a stream are read by a person, on a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
@@ -68,8 +72,9 @@ def folded(line: str, columns: int) -> str:
     """A line on as many as it needs, the others indented to where its text begins."""
     if len(line) <= columns:
         return line
-    label = re.match(r" *\S+( \S+)? {2,}| *[a-z ]{1,7}: +", line)
-    indent = len(label[0]) if label and len(label[0]) <= columns // 3 else len(line) - len(line.lstrip()) + 2
+    indent, label = len(line) - len(line.lstrip()) + 2, re.compile(r" *\S+( \S+)? {2,}| *[a-z ]{1,7}: +").match(line)
+    while label and label.end() <= columns // 3:
+        indent, label = label.end(), re.compile(r"\S+( \S+)? {2,}").match(line, label.end())
     return textwrap.fill(
         line,
         columns,

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, FiniteRange, config_option, explained, quiet_option, set_option, typed_again
+from qie.cli.common import (
+    Command,
+    FiniteRange,
+    config_option,
+    explained,
+    quiet_option,
+    set_option,
+    tell_interrupted,
+    typed_again,
+)
 from qie.cli.progress import Progress
 from qie.cli.terminal import Warnings, echo, tell_next, tell_summary
 
@@ -136,7 +145,7 @@ def _train(
         find_resume(resume, local_path(config.train.output_dir))  # before rows are looked at
     warnings = Warnings()
     with (
-        _interruptible(),
+        _interruptible(local_path(config.train.output_dir)),
         _told(quiet or not main_process, warnings) as telling,
         open_training_stream(config, pretrained, accelerator, *shards, follow=follow, telling=telling) as stream,
         Progress("training", config.train.max_steps, "steps", quiet=quiet or not main_process) as progress,
@@ -153,7 +162,7 @@ def _train(
         )
     if main_process:
         state = "stopped" if outcome.interrupted else "done"
-        echo(f"{state} after {outcome.step} steps; weights and state in {outcome.checkpoint}")
+        echo(f"{state} after {outcome.step} step{'s' * (outcome.step != 1)}; weights and state in {outcome.checkpoint}")
         _tell_next(config, outcome, accelerator.num_processes, quiet)
 
 
@@ -180,14 +189,16 @@ def _generator(config: Config, accelerator: Accelerator) -> SampleGenerator | No
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Say how to resume after a second Ctrl-C, or one before the first step: the same command would start a new run."""
+def _interruptible(output_dir: Path) -> Iterator[None]:
+    """Say how to go on after a second Ctrl-C, or one before the first step."""
     try:
         yield
     except KeyboardInterrupt:
         from qie.threads import leave
+        from qie.training.checkpoint_folders import checkpoints
 
-        echo("interrupted: checkpoints stay; continue from the last one with --resume latest", err=True)
+        resumed = "checkpoints stay; continue from the last one with --resume latest"
+        tell_interrupted(resumed if checkpoints(output_dir) else "nothing was saved yet; run the same command again")
         leave(130)
 
 
