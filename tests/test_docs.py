@@ -212,6 +212,7 @@ SENTENCES = [
     ("guides/ray.md", f"again every {REMIND_S:g} s"),
     ("guides/s3.md", f"up to {RETRY_S:g} s (`QIE_STORE_RETRY_S`); a store that is silent for {REQUEST_S:g} s"),
     ("guides/s3.md", f"shuffled within {NUMBERS[DataConfig().block_size]} of them"),
+    ("guides/your-card.md", f"fits into {100 * first_config.MARGIN:g} % of the GPU"),
     ("commands.md", f"`QIE_STORE_TIMEOUT_S` ({REQUEST_S:g}), `QIE_STORE_RETRY_S` ({RETRY_S:g})"),
     (
         "encoding.md",
