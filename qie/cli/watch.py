@@ -46,7 +46,7 @@ def main(
     after its end, on a copy, and on a disk that another machine shares. Ctrl-C ends the page, never the run.
 
     The page is for this machine's browsers. With another --host it has a secret in its address; who knows the address
-    may look, and pause or stop the run.
+    may look, pause or stop the run, and leave samples out.
     """
     if request is not None:
         _ask(places, request)

@@ -59,8 +59,8 @@ def beating(output: Folder, run: PrecomputeRun | None) -> Iterator[OnProgress]:
         yield lambda report, published: None
         return
     beat = _Heartbeat(output, run)
-    beat.start()
     try:
+        beat.start()
         yield beat.pulse.at
     except Exception as error:
         ended = isinstance(error, (EOFError, BrokenPipeError))  # the command has ended this worker of its
@@ -83,18 +83,21 @@ class _Heartbeat:
         self._every_s = BEAT_S if isinstance(output, LocalFolder) else REMOTE_BEAT_S
         self.pulse = Pulse(run, self._every_s)
         self._threads, self._ending, self._ended = Threads(), threading.Event(), threading.Event()
+        self._started = False
         self._state: WorkerState = "running"
         self._message: str | None = None
 
     def start(self) -> None:
         self._threads.start("heartbeat", self._beat)
+        self._started = True
 
     def end(self, state: WorkerState, message: str | None = None) -> None:
         """Write the last word, and return when the thread has ended."""
         self._state, self._message = state, message
         self._ending.set()
         try:
-            self._ended.wait(LAST_BEAT_S)
+            if self._started:  # a signal may have come first
+                self._ended.wait(LAST_BEAT_S)
         finally:
             self._threads.stop()
 

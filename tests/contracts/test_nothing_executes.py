@@ -78,7 +78,7 @@ def test_all_that_is_printed_goes_through_one_function() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTING
     ]
-    assert calls == ["common.py"]
+    assert calls == ["terminal.py"]
 
 
 STEERING = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e\r\nverified: every shard matches its index"
