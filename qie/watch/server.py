@@ -271,6 +271,12 @@ def serve(app: ASGIApp, at: socket.socket) -> None:
     import uvicorn
 
     settings = uvicorn.Config(
-        app, log_level="error", access_log=False, server_header=False, lifespan="off", timeout_graceful_shutdown=2
+        app,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=2,
     )
     uvicorn.Server(settings).run(sockets=[at])

@@ -59,7 +59,7 @@ class Gate:
 
     def reach(self) -> None:
         """As a test: until the run waits before its next step."""
-        assert self.reached.acquire(timeout=60) and not self.ended, "the run has ended, or holds"
+        assert self.reached.acquire(timeout=200) and not self.ended, "the run has ended, or holds"
 
     def allow(self, steps: int = 1) -> None:
         """As a test: let the run take so many steps."""

@@ -135,7 +135,7 @@ def test_what_cannot_be_watched_is_told_before_anything_is_served(
     assert "no run trains into this folder" in told(run, "--pause", code=2)
     assert "no such folder" in told(tmp_path / "nowhere", code=2)
     assert "--webhook" in told(run, "--webhook", "ftp://example.org", "--port", 0, code=2)
-    assert "no such address" in told(run, "--host", "no.such.host.invalid", code=2)
+    assert "the page cannot be served there" in told(run, "--host", "198.51.100.7", "--port", 0, code=2)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert f"127.0.0.1, port {port}" in told(run, "--port", port, code=2)
