@@ -65,7 +65,11 @@ def _of_state(run: Mapping[str, Any]) -> Iterator[Alert]:
         yield Alert("gone", "The run's process ended without a word: it was killed, or its machine was.", resume)
     elif state in ("training", "validating", "silent") and silent_s is not None and silent_s > SILENT_S:
         what = "No validation has ended" if state == "validating" else "No step"
-        yield Alert("silent", f"{what} for {human_time(silent_s)}.", "Look at its log, and at its GPU.")
+        yield Alert(
+            "silent",
+            f"{what} for {human_time(silent_s // 60 * 60).removesuffix(' 0 s')}.",
+            "Look at its log, and at its GPU.",
+        )
 
 
 def _of_notes(run: Mapping[str, Any]) -> Iterator[Alert]:

@@ -110,6 +110,8 @@ def _header(run: RunFacts) -> Html:
 
 def _state(run: RunFacts) -> Html:
     kind, words = STATES.get(run["state"], ("soft", str(run["state"])))
+    if any(alert["kind"] == "silent" for alert in run["alerts"]) and run["state"] in LIVE:
+        kind, words = "warn", f"{words}, but silent"
     asked = {"pause": "will pause after this step", "stop": "will stop after this step and a checkpoint"}
     asked |= {"checkpoint": "will write a checkpoint after this step"}
     soon = [words for name, words in asked.items() if name in run["asked"]] if run["state"] in LIVE else []

@@ -128,7 +128,7 @@ def test_a_folder_of_anything_else_is_no_run(tmp_path: Path) -> None:
 def test_a_calm_run_has_no_alert_and_a_silent_one_has_unless_it_holds(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert alerts(run) == {}
-    assert alerts(run, 80 + 720) == {"silent": "No step for 12 min 0 s."}
+    assert alerts(run, 80 + 720) == {"silent": "No step for 12 min."}
     changed(run, state="paused")
     assert alerts(run, 80 + 720) == {}
 
@@ -185,7 +185,7 @@ def test_a_webhook_is_told_each_new_alert_once_and_what_fails_is_tried_again(tmp
     works[0] = True
     hook.look(found)
     hook.look(found)
-    assert [one["text"] for one in posted] == ["run: No step for 12 min 0 s. Look at its log, and at its GPU."]
+    assert [one["text"] for one in posted] == ["run: No step for 12 min. Look at its log, and at its GPU."]
     assert (posted[0]["kind"], posted[0]["step"]) == ("silent", 40)
     hook.look([])
     hook.look(found)
