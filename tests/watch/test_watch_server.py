@@ -141,3 +141,18 @@ def test_what_cannot_be_watched_is_told_before_anything_is_served(
         assert f"127.0.0.1, port {port}" in told(run, "--port", port, code=2)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "pip install 'qie[watch]'" in told(run, code=2)
+
+
+def test_requests_without_a_page_are_the_files_that_a_run_obeys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run")
+    monkeypatch.setattr("qie.training.control.holder", lambda run: "a process")
+    for request, words, there in (
+        ("pause", "will hold after this step", {"pause"}),
+        ("checkpoint", "will write a checkpoint", {"pause", "checkpoint"}),
+        ("resume", "goes on", {"checkpoint"}),
+        ("stop", "will stop after this step and a checkpoint", {"checkpoint", "stop"}),
+    ):
+        assert words in told(run, f"--{request}", code=0)
+        assert {path.name for path in (run / "control").iterdir()} == there, request
