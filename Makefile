@@ -72,9 +72,9 @@ demo: $(VENV)/.demo
 	qie-precompute --config $(DEMO) --end-idx 24
 	qie-precompute --config $(DEMO) --start-idx 24
 	qie-stats demo/shards --verify --html demo/stats.html
-	qie-predict --config $(DEMO) --batch demo/held_out/before.jsonl $(PREDICT)
+	qie-predict --config $(DEMO) --batch demo/before.jsonl $(PREDICT)
 	qie-train --config $(DEMO) demo/shards
-	qie-predict --config $(DEMO) --lora demo/run/checkpoint-000400 --batch demo/held_out/after.jsonl $(PREDICT)
+	qie-predict --config $(DEMO) --lora demo/run/checkpoint-000400 --batch demo/after.jsonl $(PREDICT)
 	python tools/demo_report.py demo
 
 clean:

@@ -85,10 +85,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     run(precompute, *words, "--end-idx", ROWS)
     run(train, *words)
     generating = ["--steps", 6, "--cfg", 1, "--quiet"]
-    run(predict, *words, *generating, "--batch", work / "held_out" / "before.jsonl")
-    run(predict, *words, *generating, "--batch", work / "held_out" / "after.jsonl", "--lora", demo.adapter / "ema")
+    run(predict, *words, *generating, "--batch", work / "before.jsonl")
+    run(predict, *words, *generating, "--batch", work / "after.jsonl", "--lora", demo.adapter / "ema")
     shutil.copytree(work / "after", work / "averaged")
-    run(predict, *words, *generating, "--batch", work / "held_out" / "after.jsonl", "--lora", demo.adapter)
+    run(predict, *words, *generating, "--batch", work / "after.jsonl", "--lora", demo.adapter)
     return demo
 
 
@@ -100,14 +100,14 @@ def test_what_a_lora_was_taught_shows_on_photographs_that_it_never_saw(demo: Dem
 
 def test_diffusers_own_pipeline_makes_the_same_pixels_with_the_adapter(demo: Demo, monkeypatch) -> None:
     """All of it, from the text encoder to `load_lora_weights`; but for the area, which the pipeline fixes."""
-    row = json.loads((demo.work / "held_out" / "after.jsonl").read_text().splitlines()[0])
+    row = json.loads((demo.work / "after.jsonl").read_text().splitlines()[0])
     released = Released("edit", folder=SMALL_MODEL)
     pipeline = QwenImageEditPipeline.from_pretrained(SMALL_MODEL, processor=None, text_encoder=None, tokenizer=None)
     pipeline.load_lora_weights(demo.adapter)
     pipeline.set_progress_bar_config(disable=True)
     dimensions = pipeline_qwenimage_edit.calculate_dimensions
     monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda _, ratio: dimensions(AREA_PX, ratio))
-    with Image.open(demo.work / "held_out" / row["image"]) as source:
+    with Image.open(demo.work / row["image"]) as source:
         image = source.convert("RGB")
     embeds = released.embed([image.resize((SIDE_PX, SIDE_PX), Image.Resampling.LANCZOS)], row["prompt"])[None]
     theirs = pipeline(
@@ -118,7 +118,7 @@ def test_diffusers_own_pipeline_makes_the_same_pixels_with_the_adapter(demo: Dem
         num_inference_steps=6,
         generator=torch.Generator().manual_seed(0),
     ).images[0]
-    with Image.open(demo.work / "held_out" / row["output"]) as ours:
+    with Image.open(demo.work / row["output"]) as ours:
         assert np.array_equal(ours, theirs)
 
 

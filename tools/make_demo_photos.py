@@ -2,9 +2,9 @@
 
     python tools/make_demo_photos.py OUT
 
-    OUT/photos/                48 rows to train on: squares of eight photographs, and each as an old print
-    OUT/held_out/              a row of each of eight other photographs
-    OUT/held_out/before.jsonl  a --batch for qie-predict, which fills OUT/before with them; after.jsonl: OUT/after
+    OUT/photos/       48 rows to train on: squares of eight photographs, and each as an old print
+    OUT/held_out/     a row of each of eight other photographs
+    OUT/before.jsonl  a --batch for qie-predict, which fills OUT/before with them; after.jsonl: OUT/after
 
 The photographs come with scikit-image and matplotlib: pip install "qie[demo]". Nothing is random. Files of an earlier
 run are overwritten.
@@ -93,11 +93,11 @@ def write_demo(out: Path) -> None:
     for when in ("before", "after"):
         (out / when).mkdir(exist_ok=True)
         asked = [
-            {"image": f"control_images/{stem}.png", "prompt": PROMPT, "output": f"../{when}/{stem}.png"}
+            {"image": f"held_out/control_images/{stem}.png", "prompt": PROMPT, "output": f"{when}/{stem}.png"}
             for stem in HELD_OUT
         ]
         lines = "".join(f"{json.dumps(line)}\n" for line in asked)
-        (out / "held_out" / f"{when}.jsonl").write_text(lines, encoding="utf-8")
+        (out / f"{when}.jsonl").write_text(lines, encoding="utf-8")
 
 
 def main() -> int:

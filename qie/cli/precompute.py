@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -100,7 +101,7 @@ def main(
         return
     quiet_libraries()
     settings, devices = _settings(config, options), options["devices"]
-    _tell_overview(config, rows, folder, wanted, options, quiet)
+    _tell_overview(config, rows, folder, wanted, options | {"dry_run": dry_run}, quiet)
     if dry_run:
         _estimate(config, rows, folder, wanted, settings, devices, quiet)
     with Progress("encoding", wanted[1] - wanted[0], "rows", quiet=quiet) as progress, JsonLog(log_path) as log:
@@ -139,7 +140,9 @@ def _tell_overview(
     from qie.precompute.overview import overview_lines
 
     workers = "those of the Ray cluster" if options["engine"] == "ray" else options["devices"]
-    tell_summary(list(overview_lines(config, open_model(config, ()), rows, folder, wanted, workers)), quiet=quiet)
+    lines = list(overview_lines(config, open_model(config, ()), rows, folder, wanted, workers))
+    watched = [] if options["dry_run"] else [("to watch", shlex.join(["qie", "watch", str(folder)]))]
+    tell_summary([*lines, *watched], quiet=quiet)
     for note in source_notes(rows):
         echo(f"note: {note}", err=True)
 
