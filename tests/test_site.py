@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,10 +50,15 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
         yield opened
 
 
-def test_the_search_of_pages_opened_from_a_folder_finds_without_another_host(site: Path, tab: Tab) -> None:
+def test_pages_opened_from_a_folder_are_searched_and_name_nothing_to_load_from_another_host(
+    site: Path, tab: Tab
+) -> None:
     for page in ("index.html", "guides/s3.html"):
         tab.open(site / page)
         found = [Path(link.partition("?")[0]) for link in tab.value(FOUND)]
         assert any("guides/s3.html" in str(link) for link in found), found
     assert {url.partition(":")[0] for url in tab.requests} == {"file"}
     assert tab.complaints == []
+    loaded = re.compile(r"<(?:script|link|img|iframe|source)[^>]*(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
+    pages = [page.read_text(encoding="utf-8") for page in site.rglob("*.html")]
+    assert len(pages) > 40 and [found for page in pages for found in loaded.findall(page)] == []
