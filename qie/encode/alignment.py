@@ -53,7 +53,7 @@ class _Motion:
     """How the tiles of a small picture lie on another one.
 
     Attributes:
-        still: share of clear tiles that did not move.
+        still: share of clear tiles that did not move, and lie nearer to where they were than to what others agree on.
         agreement: share of clear tiles that move together, as follows.
         shift: of the centre, in sides of the picture (x, y).
         zoom: enlargement less 1.
@@ -227,8 +227,9 @@ def _motion(target: _Tiles, control: _Tiles, size: Size) -> _Motion | None:
     if together.sum() < _LEAST_TILES:
         return None
     half = np.array(size, np.float32) / 2
+    unmoved = np.abs(offsets).max(1) < np.abs(offsets - shift - zoom * centres).max(1)
     return _Motion(
-        still=float((np.abs(offsets).max(1) < _AGREE_PX).mean()),
+        still=float((unmoved & (np.abs(offsets).max(1) < _AGREE_PX)).mean()),
         agreement=float(together.mean()),
         shift=(float(shift[0] / size[0]), float(shift[1] / size[1])),
         zoom=zoom,

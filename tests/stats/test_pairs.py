@@ -65,6 +65,10 @@ def test_a_shift_is_measured_to_two_pixels_of_448_and_a_crop_to_half_a_per_cent(
 
     cropped = compare_pair(control.resize((448, 448), box=(12, 12, 436, 436)), [control], [1.0])
     assert cropped and cropped.scale and abs(cropped.scale - 448 / 424) < 0.005
+    slightly = compare_pair(control.resize((448, 448), box=(5, 5, 443, 443)), [control], [1.0])
+    assert slightly and slightly.scale and abs(slightly.scale - 448 / 438) < 0.005, (
+        "though most of it moves by a few pixels"
+    )
 
 
 def test_of_several_controls_the_one_that_was_edited_counts_and_another_subject_is_no_fault(cat: Image.Image) -> None:
