@@ -2,7 +2,7 @@
 
 - Python is run, in a folder like the reader's: `my.yaml`, `shards/`, `in.png` and a run, made on the tiny model.
 - YAML is loaded as a configuration, also where a shell block writes it into a file; what is for Kubernetes is compared
-  with the fields of KubeRay. JSON is read as a `--batch`.
+  with the fields of KubeRay. JSON is read as a `--batch`, or as the prompts that a run is asked for.
 - Each call of a qie command in a shell block goes through its click command, with what it checks before any work, and
   its `--set` through the configuration; of one within a sentence, the options are known.
 - `torchrun` and `accelerate launch` are parsed by their own parsers; shell blocks as a whole by `bash -n`. Nothing that
@@ -35,6 +35,7 @@ from qie.config import load_config
 from qie.data.sources import open_source
 from qie.inference.requests import read_batch
 from qie.precompute import precompute as precompute_rows
+from qie.training.control import read_prompts
 from tests.conftest import AREA_PX, ROOT
 
 DOCS = ROOT / "docs"
@@ -200,9 +201,12 @@ def test_a_manifest_has_the_fields_of_a_ray_job_and_starts_without_gpus() -> Non
     assert (params["engine"], params["vae_device"], params["text_device"]) == ("ray", "cuda:0", "cuda:0")
 
 
-def test_json_is_a_batch(tmp_path: Path) -> None:
+def test_json_is_a_batch_or_a_run_s_other_prompts(tmp_path: Path) -> None:
     for page in PAGES:
         for block in blocks(page, "json"):
+            if block.startswith("["):
+                assert read_prompts(block.encode(), "prompts.json")
+                continue
             (tmp_path / "todo.jsonl").write_text(block)
             found = read_batch(tmp_path / "todo.jsonl", negative_prompt=" ", seed=0, count=1)
             assert len(found) == len(block.splitlines()), name_of(page)
