@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +144,13 @@ def train(
         setup = plan_memory(config, pretrained, stream, accelerator)
         if config.train.gradient_checkpointing == "auto":
             setup = fill_memory(setup, memory_to_fill(config, stream, accelerator.device))
-        if main:
-            own_loss = loss_fn is not None
-            _open(config, pretrained, stream, accelerator, setup, resume_from, own_loss=own_loss, listeners=listeners)
+        said = partial(
+            _open, config, pretrained, stream, accelerator, setup, resume_from, listeners, own_loss=loss_fn is not None
+        )
         with explained_memory(setup), deterministic() if config.train.deterministic else nullcontext():
-            run = Run(config, pretrained, stream, accelerator, resume_from, kept=setup.kept, loss_fn=loss_fn)
+            run = Run(
+                config, pretrained, stream, accelerator, resume_from, kept=setup.kept, loss_fn=loss_fn, accepted=said
+            )
             listeners.start(run.step, run.steps)
             saved = _train(run, resume_from or output_dir, generate_samples, other_samples, control, listeners)
             run.finish()
@@ -161,11 +164,13 @@ def _open(
     accelerator: Accelerator,
     setup: Setup,
     resume_from: Path | None,
+    listeners: Listener,
     *,
     own_loss: bool,
-    listeners: Listener,
 ) -> None:
     """Tell what the run will do, and then each warning."""
+    if not accelerator.is_main_process:
+        return
     steps = planned_steps(config, stream)
     listeners.opening(list(opening_lines(config, pretrained, stream, accelerator, setup, steps, resume_from)))
     masked = stream.samples.masked and not own_loss

@@ -67,6 +67,7 @@ class Run:
         resume_from: a checkpoint folder; None for a new run.
         kept: what activation checkpointing keeps.
         loss_fn: takes the place of the loss, see `LossFunction`.
+        accepted: called when nothing is left to refuse, before weights are read.
 
     Attributes:
         step, steps: optimizer steps done, and planned.
@@ -90,6 +91,7 @@ class Run:
         *,
         kept: KeptActivations = NOTHING_KEPT,
         loss_fn: LossFunction | None = None,
+        accepted: Callable[[], object] = lambda: None,
     ) -> None:
         self.config, self.pretrained, self.stream, self.accelerator = config, pretrained, stream, accelerator
         train = config.train
@@ -101,13 +103,8 @@ class Run:
         require_null_prompts(stream, config.data.caption_dropout_rate)
         if loss_fn is not None:
             require_plain(config.loss)
-        main = accelerator.is_main_process
-        state = load(resume_from, hashes=main) if resume_from else None
-        if resume_from and state:
-            require_steps(state, self.steps, resume_from)
-        self._identity = identity(config, pretrained, loss_name(loss_fn)) if main else {}
-        if resume_from and state and main:
-            require_same(state, self._identity, resume_from)
+        state = self._checked_state(resume_from, loss_fn)
+        accepted()
         dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
         self.trainable = TrainableModel(pretrained, config, dtype, accelerator.device, weights=resume_from, kept=kept)
         self.optimizer = make_optimizer(config.optimizer, self.trainable.parameters)
@@ -124,6 +121,20 @@ class Run:
         self._speed = Speed.of(
             transformer, accelerator.device, dtype, config.logging.peak_tflops, not lora, train.draws_per_sample
         )
+
+    def _checked_state(self, resume_from: Path | None, loss_fn: LossFunction | None) -> RunState | None:
+        """What a checkpoint says; one of another run is refused."""
+        main = self.accelerator.is_main_process
+        state = load(resume_from, hashes=main) if resume_from else None
+        if resume_from and state:
+            require_steps(state, self.steps, resume_from)
+        self._identity = identity(self.config, self.pretrained, loss_name(loss_fn)) if main else {}
+        if resume_from and state:
+            if main:
+                require_same(state, self._identity, resume_from)
+            with explained_damage(resume_from, STATE_FILE):
+                self.stream.load_state_dict(state.stream)  # which refuses those of another stream
+        return state
 
     def training_step(self) -> StepMetrics:
         """One optimizer step over `gradient_accumulation_steps` batches, or over the rest of the last epoch.
