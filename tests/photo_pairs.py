@@ -1,6 +1,6 @@
 """Edits of real photographs with planted faults, and how many of them the pair check finds.
 
-    python -m tests.photo_pairs [--pairs N] [--faults N] [--seeds N] [--area-px A]
+    python -m tests.photo_pairs [--pairs N] [--faults N] [--seeds N] [--first-seed N] [--area-px A]
 
 Pairs are edits of the photographs in scikit-image's wheel: colour, light, style, blur, noise, a repainted place, an
 object added, removed or moved, another background, lettering. Faults are planted in some of them: a shift of 2 to 3 %
@@ -367,10 +367,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=400, help="of each seed (%(default)s)")
     parser.add_argument("--faults", type=int, default=100, help="of each seed (%(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="%(default)s")
+    parser.add_argument("--first-seed", type=int, default=0, help="%(default)s")
     parser.add_argument("--area-px", type=int, default=512**2, help="at which pairs would be encoded (%(default)s)")
     options = parser.parse_args()
     counts: Counter[tuple[str, str]] = Counter()
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for number, pair in enumerate(make_pairs(options.pairs, options.faults, seed)):
             worst = tallied([entry_of(pair, number, options.area_px)]).worst
             fault = pair.fault if pair.fault != "caption" else ""
