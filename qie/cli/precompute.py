@@ -139,10 +139,11 @@ def _tell_overview(
     from qie.from_config import open_model
     from qie.precompute.overview import overview_lines
 
-    workers = "those of the Ray cluster" if options["engine"] == "ray" else options["devices"]
-    lines = list(overview_lines(config, open_model(config, ()), rows, folder, wanted, workers))
-    watched = [] if options["dry_run"] else [("to watch", shlex.join(["qie", "watch", str(folder)]))]
-    tell_summary([*lines, *watched], quiet=quiet)
+    if not quiet:
+        workers = "those of the Ray cluster" if options["engine"] == "ray" else options["devices"]
+        lines = list(overview_lines(config, open_model(config, ()), rows, folder, wanted, workers))
+        watched = [] if options["dry_run"] else [("to watch", shlex.join(["qie", "watch", str(folder)]))]
+        tell_summary([*lines, *watched], quiet=False)
     for note in source_notes(rows):
         echo(f"note: {note}", err=True)
 
@@ -237,7 +238,8 @@ def _followed(run: Callable[..., Report], rows: int, progress: Progress, log: Js
 
 def _notes(report: Report) -> list[str]:
     """The notes after the progress: rows skipped, the busiest stage, bytes written, and the other stages."""
-    counts = {"skipped": len(report.skipped), "shards being written by another run": report.shards_busy}
+    busy = f"shard{_s(report.shards_busy)} being written by another run"
+    counts = {"skipped": len(report.skipped), busy: report.shards_busy}
     written = [human_bytes(report.bytes_written)] if report.bytes_written else []
     stages = [
         f"{name} busy {100 * share:.0f} %"
