@@ -47,7 +47,7 @@ from qie.training import memory
 from qie.training.dry_run import forecast
 from qie.training.memory import Parameters, estimate
 from qie.training.model.lora import add_lora
-from qie.training.reporting.metrics import StepMetrics
+from qie.training.reporting.metrics import Preference, StepMetrics
 from tests.builders import RECIPE_21, make_recipe, make_sample, make_sample_21, split_record, write_shard
 from tests.conftest import ROOT
 from tools import command_docs, site_files
@@ -202,7 +202,8 @@ def test_the_page_of_the_format_names_what_records_indexes_and_compacted_indexes
 
 def test_the_page_of_training_names_what_a_line_of_metrics_has() -> None:
     rows = cells_under("training.md", "| `metrics.jsonl`, a step | |")
-    assert {name for names, *_ in rows for name in names} == {field.name for field in fields(StepMetrics)}
+    expected = {field.name for field in fields(StepMetrics)} - {"preference"} | Preference(0, 0, ()).flat().keys()
+    assert {name for names, *_ in rows for name in names} == expected
 
 
 NUMBERS = {5: "five", 8: "eight", 16: "sixteen"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,12 @@ def test_every_field_is_read_by_a_command(
         words = [f"{key}={value.format(photos=photos, work=tmp_path, image=image)}" for key, value in settings.items()]
         words.append(f"train.output_dir={tmp_path / name}")
         run(train, "--config", config, *(word for setting in words for word in ("--set", setting)))
+    pairs = shutil.copytree(photos, tmp_path / "pairs")
+    for target in list((pairs / "training_images").glob("*.png")):
+        shutil.copy(pairs / "control_images" / target.name, target.with_stem(f"{target.stem}_rejected"))
+    preferred = ("cache.use_cache=false", f"data.source={pairs}", "loss.kind=flow_dpo", "train.max_steps=1")
+    words = [*preferred, f"train.output_dir={tmp_path / 'preferred'}"]
+    run(train, "--config", config, *(word for setting in words for word in ("--set", setting)))
     followed = ("--follow", "--set", f"train.output_dir={tmp_path / 'followed'}")
     run(train, "--config", config, tmp_path / "written", *followed)
     asked = ("--prompt", "night", "--steps", 2, "--output", tmp_path / "generated.png")

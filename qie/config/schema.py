@@ -593,8 +593,17 @@ class LossConfig(Section):
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
         "none", description="Weight of each noise level, by diffusers' names for SD3."
     )
-    kind: Literal["mse", "huber"] = Field("mse", description="huber gives large errors less weight.")
+    kind: Literal["mse", "huber", "flow_dpo"] = Field(
+        "mse",
+        description="huber gives large errors less weight; flow_dpo learns from pairs which of two targets is liked.",
+    )
     huber_delta: Factor = Field(1.0, description="Errors beyond it count linearly in huber.")
+    beta: Factor = Field(
+        2000.0, description="flow_dpo: how much a preference weighs against leaving the base; more stays closer to it."
+    )
+    supervised_weight: float = Field(
+        0.0, ge=0.0, le=1e6, description="flow_dpo: weight of the mse loss of the preferred target, added to its own."
+    )
     mask_foreground_weight: Factor = Field(
         1.0, description="Weight of a mask's bright parts. If it equals the background's, masks do nothing."
     )
@@ -679,6 +688,25 @@ class Config(Section):
     validation: ValidationConfig = ValidationConfig()
     predict: PredictConfig = PredictConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @field_validator("loss")
+    @classmethod
+    def _check_preference(cls, loss: LossConfig, info: ValidationInfo) -> LossConfig:
+        model, train = info.data.get("model"), info.data.get("train")  # none if they are refused themselves
+        if loss.kind != "flow_dpo" or not model or not train:
+            return loss
+        if model.lora is None:
+            raise ValueError("flow_dpo compares the model with itself without the adapter: it needs model.lora")
+        if model.lora.continue_from:
+            raise ValueError(
+                "flow_dpo compares the model with itself without model.lora: name the adapter to go on from in "
+                "model.adapters instead of model.lora.continue_from"
+            )
+        if train.draws_per_sample > 1:
+            raise ValueError("flow_dpo draws one noise for each pair: train.draws_per_sample has to be 1")
+        if loss.weighting != "none":
+            raise ValueError("flow_dpo weighs all noise levels alike: loss.weighting has to be none")
+        return loss
 
     @field_validator("train")
     @classmethod

@@ -250,15 +250,18 @@ def setup_of(config: Config, pretrained: PretrainedModel, tokens: Tokens, accele
         add_lora(transformer, model.lora.model_copy(update={"continue_from": None}), section.seed, dtype=trained)
     else:
         train_all_weights(transformer, trained)
+    # Both targets of a pair are in one step: where their text and controls are not shared, twice the tokens.
+    pair = 2 if config.loss.kind == "flow_dpo" else 1
+    each = 1 if pretrained.family.interleaved else pair
     require_rates(config.optimizer, (name for name, weight in transformer.named_parameters() if weight.requires_grad))
     return Setup(
         Architecture.of(transformer.config),
         Parameters.of(transformer),
-        image_tokens=tokens.image,
-        text_tokens=tokens.text,
-        target_tokens=tokens.target,
+        image_tokens=each * tokens.image,
+        text_tokens=each * tokens.text,
+        target_tokens=tokens.target if tokens.target is None else each * tokens.target,
         controls=tokens.controls,
-        draws=section.draws_per_sample,
+        draws=section.draws_per_sample * pair // each,
         batch_size=config.data.batch_size,
         value_bytes=2 if section.mixed_precision == "bf16" else 4,
         quantize=model.quantize,

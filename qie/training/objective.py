@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
@@ -21,8 +21,12 @@ from torch.nn.functional import huber_loss, mse_loss, pad
 from qie.config import LossConfig
 from qie.errors import ConfigError, UsageError
 from qie.training.model.dual_stream import predict_target
+from qie.training.model.lora import without_trained
 from qie.training.model.single_stream import predict_targets
+from qie.training.preference import Rewards, preference_loss, rewards_of
 from qie.types import Batch
+
+_Value = TypeVar("_Value")
 
 _VALIDATION = -1  # the step whose noise a validation takes: training has no such step
 
@@ -52,11 +56,13 @@ class Losses:
         loss: [B·k] float32 on the model's device, before the batch's weights.
         sigmas: the noise levels of these losses, after the shift, [B·k] float32 on the model's device.
         weight: those of the batch, of each sample k times, [B·k] float32 on the model's device.
+        rewards: of pairs, whose loss follows from them; None otherwise.
     """
 
     loss: torch.Tensor
     sigmas: torch.Tensor
     weight: torch.Tensor
+    rewards: Rewards | None = None
 
     @property
     def mean(self) -> torch.Tensor:
@@ -141,8 +147,12 @@ class Objective:
 
         Moving a batch again changes nothing, so a thread may move it ahead of its step.
         """
-        latent = batch.pixel_latent.to(self.device, torch.float32, non_blocking=True)
-        return replace(batch.to(self.device, self.dtype), pixel_latent=latent)
+        latent, rejected = (
+            None if each is None else each.to(self.device, torch.float32, non_blocking=True)
+            for each in (batch.pixel_latent, batch.rejected_latent)
+        )
+        assert latent is not None
+        return replace(batch.to(self.device, self.dtype), pixel_latent=latent, rejected_latent=rejected)
 
     def losses(self, model: torch.nn.Module, batch: Batch, draws: NoiseDraws) -> Losses:
         """The loss of each draw. The batch may be on any device."""
@@ -154,6 +164,8 @@ class Objective:
         noise = draws.noise.to(self.device, non_blocking=True)
         prompt = drop_captions(batch, draws.dropped_prompts)
         sigmas = shift_sigmas(draws.sigmas, self._shift(latent)).to(self.device, non_blocking=True)
+        if self.section.kind == "flow_dpo":
+            return self._pair_losses(model, batch, noise, sigmas, *prompt, draws.dropped_controls)
         noisy = add_noise(latent, noise, sigmas).to(self.dtype)
         predicted = velocity(model, noisy, sigmas.to(self.dtype), batch, *prompt, draws.dropped_controls)
         if self.loss_fn is not None:
@@ -172,20 +184,64 @@ class Objective:
         )
         return Losses(loss, sigmas, weight)
 
+    def _pair_losses(
+        self,
+        model: torch.nn.Module,
+        batch: Batch,
+        noise: torch.Tensor,
+        sigmas: torch.Tensor,
+        prompt_embed: torch.Tensor,
+        prompt_lengths: Sequence[int],
+        dropped_controls: torch.Tensor,
+    ) -> Losses:
+        """The losses of pairs of targets, which share noise, noise level, controls and prompt: see `preference`."""
+        if batch.rejected_latent is None:
+            raise UsageError(
+                "a sample has no rejected target, and loss.kind: flow_dpo learns from pairs alone",
+                where=", ".join(key[:12] for key in batch.keys),
+                hint="give each row a rejected target, or train with loss.kind: mse",
+            )
+        both = torch.stack([batch.pixel_latent, batch.rejected_latent.float()], 1).flatten(0, 1)
+        noise, levels = noise.repeat_interleave(2, 0), sigmas.repeat_interleave(2, 0)
+        noisy = add_noise(both, noise, levels).to(self.dtype)
+        if batch.image_slots is None:  # else both targets share what the model computes of text and controls
+            controls = tuple(latent.repeat_interleave(2, 0) for latent in batch.control_latent)
+            batch = replace(batch, keys=_twice(batch.keys), control_latent=controls)
+            prompt_embed, prompt_lengths = prompt_embed.repeat_interleave(2, 0), _twice(prompt_lengths)
+            dropped_controls = dropped_controls.repeat_interleave(2, 0)
+        weight = self._pixel_weight(batch)
+
+        def errors() -> torch.Tensor:
+            """Of each pair's targets, [B, 2]."""
+            given = prompt_embed, prompt_lengths, dropped_controls
+            predicted = velocity(model, noisy, levels.to(self.dtype), batch, *given)
+            each = None if weight is None else weight.repeat_interleave(2, 0)
+            return flow_loss(predicted, both, noise, levels, pixel_weight=each).view(-1, 2)
+
+        with torch.no_grad(), without_trained(model):
+            reference = errors()
+        found = errors()
+        rewards = rewards_of(found, reference, self.section.beta)
+        loss = preference_loss(rewards)
+        if self.section.supervised_weight:
+            loss = loss + self.section.supervised_weight * found[:, 0]
+        detached = Rewards(rewards.target.detach(), rewards.rejected.detach())
+        return Losses(loss, sigmas, batch.weight, detached)
+
     def loss(self, model: torch.nn.Module, batch: Batch, step: int) -> torch.Tensor:
         """Mean loss of a batch in a training step, weighted by the batch's weights."""
         return self.losses(model, batch, self.draw(batch, step)).mean
 
     @torch.no_grad()
-    def validation_losses(self, model: torch.nn.Module, batch: Batch, level: float) -> torch.Tensor:
-        """Each sample's loss at one noise level before the shift, [B]. Nothing is dropped, and the noise never changes.
+    def validation_losses(self, model: torch.nn.Module, batch: Batch, level: float) -> Losses:
+        """Each sample's loss at one noise level before the shift. Nothing is dropped, and the noise never changes.
 
         So two such losses of a run differ only by what the model has learnt between them.
         """
         noise = draw_noise(self.seed, _VALIDATION, batch.keys, batch.pixel_latent.shape[1:])
         kept = torch.zeros(len(batch), dtype=torch.bool)
         with _evaluating(model):
-            return self.losses(model, batch, NoiseDraws(noise, torch.full((len(batch),), level), kept, kept)).loss
+            return self.losses(model, batch, NoiseDraws(noise, torch.full((len(batch),), level), kept, kept))
 
     def _pixel_weight(self, batch: Batch) -> torch.Tensor | None:
         foreground, background = self.section.mask_foreground_weight, self.section.mask_background_weight
@@ -200,6 +256,10 @@ class Objective:
             target_tokens = latent.shape[-2] * latent.shape[-1] // self.patch**2
             return dynamic_shift(target_tokens, **self.shift_range)
         return float(self.section.shift)
+
+
+def _twice(values: Sequence[_Value]) -> tuple[_Value, ...]:
+    return tuple(value for value in values for _ in range(2))
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from qie.training.model.sharding import TensorFiles, require_finite, whole
 from qie.training.model.trainable import TrainableModel
 from qie.training.objective import LossFunction, NoiseDraws, Objective, derive_seed, loss_name, require_plain
 from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
-from qie.training.reporting.metrics import Speed, StepMetrics, Validation, by_level, peak_memory_bytes
+from qie.training.reporting.metrics import Preference, Speed, StepMetrics, Validation, by_level, peak_memory_bytes
 from qie.types import Batch
 
 SampleGenerator = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
@@ -103,6 +103,7 @@ class Run:
         require_null_prompts(stream, config.data.caption_dropout_rate)
         if loss_fn is not None:
             require_plain(config.loss)
+        require_pairs(config, stream)
         state = self._checked_state(resume_from, loss_fn)
         accepted()
         dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
@@ -158,10 +159,11 @@ class Run:
             with nullcontext() if part == parts - 1 else self.accelerator.no_sync(self.trainable.model):
                 rows.append(self._backward(prepared, parts))
             keys.extend(key for key in prepared.batch.keys for _ in range(section.draws_per_sample))
-            flops += self._speed.flops(prepared.batch)
+            # Of a pair both targets count, and what the base computes of them does not.
+            flops += self._speed.flops(prepared.batch) * (2 if self.config.loss.kind == "flow_dpo" else 1)
         self.position, self.batches_done = prepared.position, self.batches_done + parts
         grad_norm = self._clip()
-        losses, sigmas, weights = self.accelerator.gather(torch.cat(rows)).cpu().unbind(1)
+        losses, sigmas, weights, *rewards = self.accelerator.gather(torch.cat(rows)).cpu().unbind(1)
         lr = float(self.schedule.get_last_lr()[0])
         self._update(finite=math.isfinite(grad_norm) and bool(torch.isfinite(losses).all()))
         if self._nonfinite >= section.max_nonfinite_steps:
@@ -180,13 +182,16 @@ class Run:
             data_wait_s=waited_s,
             peak_memory_bytes=peak_memory_bytes(self.accelerator.device),
             mfu=self._speed.mfu(flops, step_time_s),
+            preference=Preference.of(sigmas[counted], *(each[counted] for each in rewards)) if rewards else None,
         )
 
     def _backward(self, prepared: PreparedBatch, parts: int) -> torch.Tensor:
-        """Add the gradients of one of `parts` batches; gives loss, noise level and weight of each draw, [B·k, 3]."""
+        """Add the gradients of one of `parts` batches; gives loss, noise level and weight of each draw, [B·k, 3]; of
+        pairs their rewards, too, [B, 5]."""
         found = self.objective.losses(self.trainable.model, prepared.batch, prepared.draws)
         self.accelerator.backward(found.mean / parts)
-        return torch.stack([found.loss.detach(), found.sigmas, found.weight], 1)
+        rewards = (found.rewards.target, found.rewards.rejected) if found.rewards else ()
+        return torch.stack([found.loss.detach(), found.sigmas, found.weight, *rewards], 1)
 
     def _clip(self) -> float:
         """Scale gradients longer than `max_grad_norm` down to it; gives their length before."""
@@ -237,9 +242,13 @@ class Run:
                 # A process without a row of its own takes the first one again: sharded models compute together.
                 number = turn * world + rank if turn * world + rank < total else 0
                 batch, level = self.stream.load(planned[number]), (number + 0.5) / total
-                losses.append(self.accelerator.gather(self.objective.validation_losses(model, batch, level).float()))
-        rows = torch.cat(losses)[:total].cpu()
-        return Validation(float(rows.mean()), by_level((torch.arange(total) + 0.5) / total, rows))
+                found = self.objective.validation_losses(model, batch, level)
+                rewards = (found.rewards.target, found.rewards.rejected) if found.rewards else ()
+                losses.append(self.accelerator.gather(torch.stack([found.loss.float(), *rewards], 1)))
+        rows, *of_pairs = torch.cat(losses)[:total].cpu().unbind(1)
+        levels = (torch.arange(total) + 0.5) / total
+        preference = Preference.of(levels, *of_pairs) if of_pairs else None
+        return Validation(float(rows.mean()), by_level(levels, rows), preference)
 
     def sample_images(self, generate: SampleGenerator) -> Sequence[Image.Image]:
         """The sample images, in the main process. Where the model is spread over processes, all of them take part."""
@@ -375,6 +384,19 @@ def require_one_draw(family: Family, draws_per_sample: int) -> None:
             expected=f"1 for {family.title}: its text and controls depend on the noise",
             found=draws_per_sample,
             hint="data.batch_size or train.gradient_accumulation_steps give a step more draws",
+        )
+
+
+def require_pairs(config: Config, stream: Stream) -> None:
+    """Raise ConfigError when preferences are to be learnt, and there is a sample without a rejected target."""
+    samples = stream.samples
+    if config.loss.kind == "flow_dpo" and stream.plans.whole and samples.paired < len(samples.columns):
+        raise ConfigError(
+            "samples have no rejected target, and loss.kind: flow_dpo learns from pairs alone",
+            where="loss.kind",
+            expected="a rejected target for each row: x_rejected.png, or data.columns.rejected",
+            found=f"{samples.paired:,} of {len(samples.columns):,} samples have one",
+            hint="leave the other rows out, or train with loss.kind: mse",
         )
 
 

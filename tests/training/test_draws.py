@@ -172,7 +172,7 @@ def test_a_mask_weighs_each_draw_and_validation_has_one(model) -> None:
     draws = made.draw(masked, 0)
     found, unweighted = (made.losses(model, batch, draws).loss for batch in (masked, plain))
     assert found.shape == (2,) and ((found - unweighted).abs() > 1e-3 * unweighted).all()
-    assert made.validation_losses(model, plain, 0.5).shape == (1,)
+    assert made.validation_losses(model, plain, 0.5).loss.shape == (1,)
 
 
 # What is refused

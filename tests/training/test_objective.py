@@ -636,19 +636,19 @@ def test_padding_does_not_leak_a_batch_has_the_mean_of_its_samples_losses(
 def test_validation_losses_are_the_same_each_time_and_drop_nothing(model) -> None:
     made = make_objective(captions=1.0, controls=1.0)
     batch = batch_of(sample(0), sample(1, 12))
-    found = made.validation_losses(model, batch, 0.3)
+    found = made.validation_losses(model, batch, 0.3).loss
     assert found.shape == (2,) and not found.requires_grad
     for same in (made, replace(made, caption_dropout_rate=0.0), replace(made, control_dropout_rate=0.0)):
-        assert torch.equal(found, same.validation_losses(model, batch, 0.3))
-    assert not torch.allclose(found, made.validation_losses(model, batch, 0.7), rtol=0.01)
+        assert torch.equal(found, same.validation_losses(model, batch, 0.3).loss)
+    assert not torch.allclose(found, made.validation_losses(model, batch, 0.7).loss, rtol=0.01)
 
 
 def test_validation_takes_the_level_before_the_shift_noise_unlike_trainings_and_gives_the_models_mode_back() -> None:
     made, batch, model = make_objective(shift=3.0), batch_of(sample(0), sample(1)), Still()
-    found = made.validation_losses(model.train(), batch, 0.3)
+    found = made.validation_losses(model.train(), batch, 0.3).loss
     assert model.training and model.was_training == [False]
     assert torch.equal(model.asked[0]["timestep"], shift_sigmas(torch.full((2,), 0.3), 3.0))
-    assert torch.equal(found, made.validation_losses(model.eval(), batch, 0.7)), "the same noise at all levels"
+    assert torch.equal(found, made.validation_losses(model.eval(), batch, 0.7).loss), "the same noise at all levels"
     assert not model.training
     trained = torch.stack([made.losses(Still(), batch, made.draw(batch, number)).loss for number in range(20)])
     assert not (found == trained).any()

@@ -195,6 +195,20 @@ def without_train_only(transformer: QwenImageTransformer2DModel) -> Iterator[Non
             layer._active_adapter = names
 
 
+@contextmanager
+def without_trained(model: torch.nn.Module) -> Iterator[None]:
+    """Within, a model, perhaps wrapped for several processes, is what it was before training: all but the adapter."""
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    before = [layer.active_adapters for layer in layers]
+    try:
+        for layer, names in zip(layers, before, strict=True):
+            layer._active_adapter = [name for name in names if name != _TRAINED]
+        yield
+    finally:
+        for layer, names in zip(layers, before, strict=True):
+            layer._active_adapter = names
+
+
 def round_adapters(transformer: QwenImageTransformer2DModel) -> None:
     """Compute the products of all adapters in the dtype of their input, as autocast would: their weights are rounded
     for a product, and stay as they are. To be called after the last adapter was added.

@@ -25,6 +25,32 @@ LEVELS = 4
 
 
 @dataclass(frozen=True)
+class Preference:
+    """What a model prefers of pairs, see `qie.training.preference`.
+
+    Attributes:
+        margin: mean of the reward of the target over that of the rejected one.
+        accuracy: part of the pairs whose target has the larger reward, 0 to 1; a half of those of equal ones.
+        margin_by_level: mean margin in each part of the noise levels; None for a part without pairs.
+    """
+
+    margin: float
+    accuracy: float
+    margin_by_level: tuple[float | None, ...]
+
+    @classmethod
+    def of(cls, levels: torch.Tensor, target: torch.Tensor, rejected: torch.Tensor) -> Preference:
+        """From noise levels and rewards, [N] each."""
+        margin = target - rejected
+        right = (margin > 0).float() + 0.5 * (margin == 0).float()
+        return cls(float(margin.mean()), float(right.mean()), by_level(levels, margin))
+
+    def flat(self) -> dict[str, Any]:
+        """Its numbers by their names in metrics.jsonl."""
+        return {f"preference_{name}": value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """The numbers of one optimizer step, of all processes together. Times are wall clock, in seconds.
 
@@ -39,6 +65,7 @@ class StepMetrics:
         samples_per_s, step_time_s: of the whole step. data_wait_s: the part of it that waited for batches.
         peak_memory_bytes: the maximum that this process has held on its GPU, or in host memory without one.
         mfu: model FLOPs per second against what the GPUs can do; None when either is not known.
+        preference: of pairs; None otherwise.
     """
 
     step: int
@@ -53,11 +80,15 @@ class StepMetrics:
     data_wait_s: float
     peak_memory_bytes: int
     mfu: float | None
+    preference: Preference | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The texts beside a progress bar, the most important first."""
         waiting = 100 * self.data_wait_s / self.step_time_s
+        if self.preference:
+            right = f"right {100 * self.preference.accuracy:.0f} %"
+            return f"loss {self.loss:.4f}", right, f"waiting {waiting:.0f} %", f"{self.samples_per_s:.2f} samples/s"
         return f"loss {self.loss:.4f}", f"waiting {waiting:.0f} %", f"{self.samples_per_s:.2f} samples/s"
 
 
@@ -67,6 +98,7 @@ class Validation:
 
     loss: float
     loss_by_level: tuple[float | None, ...]
+    preference: Preference | None = None
 
 
 def by_level(levels: torch.Tensor, losses: torch.Tensor) -> tuple[float | None, ...]:
@@ -150,11 +182,11 @@ class MetricsFile:
 
     def step(self, metrics: StepMetrics) -> None:
         """Write the line of a step."""
-        self._write(asdict(metrics))
+        self._write(_flat(metrics))
 
     def validation(self, step: int, found: Validation) -> None:
         """Write the line of a validation."""
-        self._write({"step": step} | {f"validation_{name}": value for name, value in asdict(found).items()})
+        self._write({"step": step} | {f"validation_{name}": value for name, value in _flat(found).items()})
 
     def images(self, step: int, images: Sequence[Image.Image]) -> None:
         """Write nothing: sample images are files of their own."""
@@ -181,6 +213,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(values, dict) and isinstance(values.get("step"), int):
             lines.append(values)
     return lines
+
+
+def _flat(numbers: StepMetrics | Validation) -> dict[str, Any]:
+    """By their names in metrics.jsonl; of preferences nothing where there are none."""
+    values = asdict(numbers)
+    del values["preference"]
+    return values | (numbers.preference.flat() if numbers.preference else {})
 
 
 def _plain(value: Any) -> Any:

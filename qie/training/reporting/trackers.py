@@ -14,7 +14,7 @@ from PIL import Image
 from qie.config import Config
 from qie.errors import ConfigError
 from qie.training.reporting.card import public_config
-from qie.training.reporting.metrics import StepMetrics, Validation
+from qie.training.reporting.metrics import Preference, StepMetrics, Validation
 
 _NAME_ARGUMENT = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
 
@@ -54,13 +54,15 @@ class Trackers:
 
     def step(self, metrics: StepMetrics) -> None:
         """Log the numbers of a step."""
-        numbers = {name: value for name, value in asdict(metrics).items() if name not in ("step", "loss_by_level")}
-        self._log(metrics.step, numbers | _levels("loss", metrics.loss_by_level))
+        others = ("step", "loss_by_level", "preference")
+        numbers = {name: value for name, value in asdict(metrics).items() if name not in others}
+        self._log(metrics.step, numbers | _levels("loss", metrics.loss_by_level) | _preference("", metrics.preference))
 
     def validation(self, step: int, found: Validation) -> None:
         """Log the numbers of a validation."""
         numbers: dict[str, float | None] = {"validation_loss": found.loss}
-        self._log(step, numbers | _levels("validation_loss", found.loss_by_level))
+        preference = _preference("validation_", found.preference)
+        self._log(step, numbers | _levels("validation_loss", found.loss_by_level) | preference)
 
     def images(self, step: int, images: Sequence[Image.Image]) -> None:
         """Give sample images to the trackers that show images."""
@@ -73,6 +75,14 @@ class Trackers:
     def _log(self, step: int, numbers: dict[str, float | None]) -> None:
         if self._accelerator.trackers:
             self._accelerator.log({name: number for name, number in numbers.items() if number is not None}, step=step)
+
+
+def _preference(before: str, found: Preference | None) -> dict[str, float | None]:
+    if found is None:
+        return {}
+    name = f"{before}preference"
+    numbers: dict[str, float | None] = {f"{name}_margin": found.margin, f"{name}_accuracy": found.accuracy}
+    return numbers | _levels(f"{name}_margin", found.margin_by_level)
 
 
 def _levels(name: str, losses: Sequence[float | None]) -> dict[str, float | None]:
