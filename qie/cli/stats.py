@@ -248,7 +248,8 @@ def _exclude(indexes: Sequence[File], exclude: Sequence[str], include: Sequence[
             variant = f", variant {one.variant}" if one.variant else ""
             echo(f"{what} row {one.row} ({one.name}{variant}) in {one.folder}: {one.key}")
     for file, keys in changed.lists:
-        echo(f"{keys} keys are excluded now" + (f": {file}" if keys else f" in {file.folder}"))
+        are = "key is" if keys == 1 else "keys are"
+        echo(f"{keys} {are} excluded now" + (f": {file}" if keys else f" in {file.folder}"))
 
 
 def _plan(indexes: Sequence[File], options: dict[str, Any], as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from qie.data.sources import Source
 from qie.errors import UsageError
 from qie.html_report.markup import Html, cut, foreign, join, note, panel, part_bar, table, tag
-from qie.quantities import human_bytes, human_time
+from qie.quantities import human_bytes, human_count, human_time
 from qie.stats.exclusion import change_excluded
 from qie.watch.controls import button, copied
 from qie.watch.live_page import LiveFacts, LivePage, WebFile
@@ -110,7 +110,7 @@ def _head(one: Mapping[str, Any]) -> list[Html]:
         "time left": (left, ""),
         "skipped rows": (f"{one['skipped']['count']:,}", ""),
         "excluded": (f"{one['excluded']:,}", ""),
-        "written": (_bytes(size["written"]), f"in {one['shards']:,} shards"),
+        "written": (_bytes(size["written"]), f"in {human_count(one['shards'], 'shard')}"),
         "still to write": (_bytes(size["to_come"]), _room(size)),
     }
     shown = [
@@ -203,7 +203,7 @@ def _worker(one: Mapping[str, Any]) -> tuple[str, ...]:
     kind, words = WORKER_STATES[one["state"]]
     state = tag("span", words, class_=f"state {kind}")
     if one["state"] in ("running", "stuck") and one["waits_for"]:
-        state = join(state, note(f"waits for {one['waits_for']:,} shards of another run"))
+        state = join(state, note(f"waits for {human_count(one['waits_for'], 'shard')} of another run"))
     if one["message"]:
         state = join(state, tag("div", foreign(one["message"])))
     task = f" {one['task']}" if one["task"] else ""
