@@ -53,11 +53,11 @@ class Row:
         controls: the images to edit, in order; none for text-to-image.
         prompt: the instruction, as given (see `qie.recipe.normal_prompt` for what is hashed and encoded).
         mask: image whose bright parts weigh as foreground in the loss.
-        rejected: another image for the same controls and prompt, that people like less than the target.
         more_prompts: further captions of the same edit; see `qie.data.variants`.
         source: name of the row's source in a mixture; not part of its identity.
         variant: which of the row's variants this is, from 0; not part of its identity.
         augment: what is done to the pictures before they are encoded.
+        rejected: another image for the same controls and prompt, that people like less than the target.
     """
 
     index: int
@@ -66,11 +66,11 @@ class Row:
     controls: tuple[bytes, ...]
     prompt: str
     mask: bytes | None = None
-    rejected: bytes | None = None
     more_prompts: tuple[str, ...] = ()
     source: str = ""
     variant: int = 0
     augment: Augment | None = None
+    rejected: bytes | None = None
 
     @classmethod
     def of(

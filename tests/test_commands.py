@@ -56,7 +56,7 @@ def test_precompute_counts_skipped_rows_in_summary_and_exit_code(work: Path, pho
     next((tmp_path / "rows" / "control_images").glob("*.png")).unlink()
     arguments = ["--config", work / "config.yaml", "--source", tmp_path / "rows", "--output", tmp_path / "shards"]
     result = run(precompute, *arguments, "--end-idx", 2, code=1)
-    assert "2 rows: 1 samples encoded, 0 reused, 1 skipped" in result.stdout
+    assert "2 rows: 1 sample encoded, 0 reused, 1 skipped" in result.stdout
     assert "no control image" in result.stderr
 
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from qie.cli.terminal import ERASED, echo, is_terminal, warn
+from qie.cli.terminal import ERASED, echo, erase_line, is_terminal, warn
 
 PATH_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 """Errors of a path that the user gave, rather than of the machine."""
@@ -183,8 +183,7 @@ def _interrupted(module: str) -> NoReturn:
 
 def tell_interrupted(what: str) -> None:
     """Say what is left after Ctrl-C, in the place of the bar that the terminal has written ^C behind."""
-    if is_terminal(sys.stderr):
-        sys.stderr.write(ERASED)
+    erase_line()
     echo(f"interrupted: {what}", err=True)
 
 

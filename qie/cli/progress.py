@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from qie.cli.terminal import ERASED, echo, is_terminal
+from qie.cli.terminal import echo, erase_line, is_terminal
 
 
 class Progress:
@@ -36,7 +36,7 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.close()
-            sys.stderr.write(ERASED)
+            erase_line()
 
     def begin(self, done: int, total: int) -> None:
         """Start with `done` of `total` units done before."""

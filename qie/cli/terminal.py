@@ -61,6 +61,12 @@ def echo(*lines: object, err: bool = False, whole: bool = False) -> None:
             click.echo(_coloured(text) if coloured else text, err=err, color=coloured or None)
 
 
+def erase_line() -> None:
+    """Erase the line of a bar on a terminal, with the ^C that may stand behind it; nothing in a log."""
+    if is_terminal(sys.stderr):
+        sys.stderr.write(ERASED)
+
+
 def harmless(text: object) -> str:
     """A text as it is shown: on one line, and with nothing in it that controls a terminal."""
     from qie.errors import shown
