@@ -253,7 +253,8 @@ def setup_of(config: Config, pretrained: PretrainedModel, tokens: Tokens, accele
     # Both targets of a pair are in one step: where their text and controls are not shared, twice the tokens.
     pair = 2 if config.loss.kind == "flow_dpo" else 1
     each = 1 if pretrained.family.interleaved else pair
-    require_rates(config.optimizer, (name for name, weight in transformer.named_parameters() if weight.requires_grad))
+    if config.optimizer.lr_pattern:
+        require_rates(config.optimizer, (name for name, one in transformer.named_parameters() if one.requires_grad))
     return Setup(
         Architecture.of(transformer.config),
         Parameters.of(transformer),
