@@ -6,8 +6,9 @@ import click
 
 from qie.cli.common import Command, FiniteRange, explained
 from qie.cli.terminal import echo, tell_next
+from qie.quantities import human_count
 
-HERE_GB = 24.0
+OTHERWISE_GB = 24.0
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,7 +39,8 @@ def main(model: str, source: str, vram: float | None, output: str, force: bool) 
         raise UsageError("the file exists already", where=file, hint="name another with --output, or add --force")
     require_writable(file)
     quiet_libraries()
-    gb = vram or _here()
+    here = _here()
+    gb = vram or here or OTHERWISE_GB
     with model_of(model) as pretrained:
         rows = sample_rows(source, pretrained.family)
         text = "\n".join(write_config(model, pretrained, rows, gb, output)) + "\n"
@@ -46,12 +48,13 @@ def main(model: str, source: str, vram: float | None, output: str, force: bool) 
     load_config(file)
     if model in RELEASED:
         echo(f"{model}: a released model; its sizes are known, and nothing was downloaded")
-    echo(f"{file}: {rows.place.rows} rows ({rows.place.title}), a GPU of {gb:g} GB")
+    guessed = "" if vram or here else ", since there is none here; --vram names another"
+    echo(f"{file}: {human_count(rows.place.rows, 'row')} ({rows.place.title}), for a GPU of {gb:g} GB{guessed}")
     tell_next("qie", "precompute", "--config", output, "--dry-run")
 
 
-def _here() -> float:
-    """Gigabytes of this machine's first GPU."""
+def _here() -> float | None:
+    """Gigabytes of this machine's first GPU; None if it has none."""
     import torch
 
-    return torch.cuda.mem_get_info()[1] / 1e9 if torch.cuda.is_available() else HERE_GB
+    return torch.cuda.mem_get_info()[1] / 1e9 if torch.cuda.is_available() else None

@@ -71,7 +71,7 @@ def guess(place: str | Path, *, text_to_image: bool = False) -> Guess:
             spec, layout = replace(spec, root=root), replace(layout, root=root)
             source = open_laid_out(spec.source, layout)
             notes.append(f"paths begin at {root}")
-        title = "qie's own names" if spec.preset is None else f"as {PRESETS[spec.preset].title} has it"
+        title = "named as qie reads them" if spec.preset is None else f"as {PRESETS[spec.preset].title} has it"
         return Guess(title, tuple(with_concepts([spec], layout)), len(source), _controls(source), tuple(notes))
     assert first is not None
     raise first
