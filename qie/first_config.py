@@ -251,7 +251,11 @@ def write_config(name: str, pretrained: PretrainedModel, rows: Rows, vram_gb: fl
     yield "  cache_dir: shards/   # a folder, or a URL such as s3://bucket/shards"
     yield from _train(plan, setup, count, 2 if family.interleaved else 4)
     held_out = min(16, count // 10)
-    yield f"validation: {{every: 200, rows: {held_out}}}   # {'never trained on' if held_out else 'too few rows'}"
+    yield "validation:"
+    yield "  every: 200"
+    yield f"  rows: {held_out}   # {'never trained on' if held_out else 'too few rows'}"
+    yield "  # Pictures at each validation, which qie watch shows: name images of yours, and what to do with them."
+    yield "  # samples: [{images: [photo.png], prompt: make it night}]"
     trackers = ["tensorboard"] if find_spec("tensorboard") else []
     yield f"logging: {_yaml({'report_to': trackers})}   # metrics.jsonl and run.json are always written"
 
