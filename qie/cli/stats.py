@@ -14,7 +14,7 @@ import click
 from qie.cli.common import Command, explained, quiet_option, set_option
 from qie.cli.progress import Progress
 from qie.cli.terminal import echo
-from qie.quantities import human_bytes
+from qie.quantities import human_bytes, human_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -350,7 +350,7 @@ def _print_pairs(pairs: Pairs) -> None:
 
     if pairs.compared or pairs.warnings:
         found = "" if pairs.warnings else ": each lies on its control as an edit should"
-        echo(f"pairs     {pairs.compared} compared, {pairs.captions} captions{found}")
+        echo(f"pairs     {pairs.compared:,} compared, {human_count(pairs.captions, 'caption')}{found}")
     if pairs.compared and pairs.not_compared:
         echo(f"note: {pairs.not_compared} pairs are not compared: an earlier qie encoded them, or they were imported")
     for kind, count in pairs.warnings.items():

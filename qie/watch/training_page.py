@@ -9,7 +9,7 @@ from typing import Any
 
 from qie.errors import UsageError
 from qie.html_report.markup import Html, cut, foreign, join, panel, part_bar, table, tag
-from qie.quantities import human_bytes, human_time
+from qie.quantities import human_bytes, human_count, human_time
 from qie.watch.controls import button, copied
 from qie.watch.curves import KINDS, POINTS, WIDE, Chart, Curve, drawn
 from qie.watch.differences import differing
@@ -142,10 +142,10 @@ def _tiles(run: RunFacts) -> list[Html]:
     recent, last = run["recent"], (run["validations"] or [{}])[-1]
     span = min(RECENT, max(run["count"], 1))
     tiles = [
-        ("loss", _number(recent["loss"], ".4f"), f"mean of {span} steps"),
+        ("loss", _number(recent["loss"], ".4f"), f"mean of {human_count(span, 'step')}"),
         ("validation loss", _number(last.get("loss"), ".4f"), f"at step {last.get('step', 0):,}"),
         ("speed", _number(recent["samples_per_s"], ".3g"), "samples a second"),
-        ("a step", _number(recent["step_time_s"], ".3g", " s"), f"mean of {span} steps"),
+        ("a step", _number(recent["step_time_s"], ".3g", " s"), f"mean of {human_count(span, 'step')}"),
         ("waiting for data", _number(recent["waiting"], ".1%"), "of the time"),
         ("memory", human_bytes(recent["peak_memory_bytes"]) if recent["peak_memory_bytes"] else "", "the most so far"),
         ("MFU", _number(recent["mfu"], ".1%"), "of what the GPU can do"),
@@ -235,7 +235,7 @@ def _curve(own: Mapping[str, Any], name: str, kind: int, *, faint: bool = False)
 
 def _loss(runs: Sequence[RunFacts], curves: Any) -> Chart:
     spans = {run["span"] for run in runs}
-    unit = f"mean of {spans.pop()} steps" if len(spans) == 1 else "mean of the last steps"
+    unit = f"mean of {human_count(spans.pop(), 'step')}" if len(spans) == 1 else "mean of the last steps"
     if len(runs) > 1:
         return Chart("Loss", unit, curves("smooth_loss"))
     own = runs[0]["curves"]
