@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from PIL import Image
 
 from qie.config import Config
 from qie.data.sources import Source
@@ -55,14 +58,16 @@ def overview_lines(
 
 def expected_bytes(config: Config, pretrained: PretrainedModel, source: Source, count: int) -> float:
     """About the size of the shards of so many rows, by the first row and the text encoder's width; 0: unknown."""
+    family, cache, areas = pretrained.family, config.cache, _areas(config, pretrained.family)
     try:
-        images = 1 + len(source.read(0).controls)
+        row = source.read(0)
     except (QieError, OSError, IndexError):
         return 0.0  # which is told where the row is needed
-    family, cache, largest = pretrained.family, config.cache, max(_areas(config, pretrained.family))
-    latents = images * largest / family.latent_scale**2 * family.latent_channels * 2
-    read = 0 if family.interleaved else (config.data.text_area_px or family.text_area_px or largest) / PIXELS_PER_TOKEN
-    text = (PROMPT_TOKENS + (images - 1) * read) * _text_width(pretrained) * 2
+    sizes = [_area_of(image, areas) for image in (row.target, *row.controls)]
+    latents = sum(sizes) / family.latent_scale**2 * family.latent_channels * 2
+    fixed = config.data.text_area_px or family.text_area_px
+    read = 0 if family.interleaved else sum(fixed or size for size in sizes[1:]) / PIXELS_PER_TOKEN
+    text = (PROMPT_TOKENS + read) * _text_width(pretrained) * 2
     return count * cache.variants * (latents + text + (cache.thumbnail_px or 0) ** 2)  # a picture is a JPEG
 
 
@@ -80,6 +85,16 @@ def rows_there(folder: Folder, rows: Range) -> list[Range]:
         else:
             found.append((start, stop))
     return found
+
+
+def _area_of(image: bytes, areas: Sequence[int]) -> int:
+    """The area that an image gets, of those that there are: the largest that does not enlarge it."""
+    try:
+        with Image.open(io.BytesIO(image)) as opened:
+            within = [area for area in areas if area <= opened.width * opened.height]
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return max(areas)
+    return max(within, default=min(areas))
 
 
 def _areas(config: Config, family: Family) -> list[int]:
