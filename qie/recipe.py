@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -139,6 +140,12 @@ class Recipe:
         """
         found = {name: value for name, value in asdict(self).items() if value is not None or name not in LATER}
         return {STORED_AS.get(name, name): value for name, value in found.items()}
+
+
+def choose_area(image: tuple[int, int], areas_px: Sequence[int]) -> int:
+    """The largest area that does not exceed the image's, or the smallest of all."""
+    within = [area for area in areas_px if area <= image[0] * image[1]]
+    return max(within) if within else min(areas_px)
 
 
 def normal_prompt(prompt: str) -> str:

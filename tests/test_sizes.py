@@ -22,12 +22,11 @@ from qie.encode.images import (
     View,
     apply_view,
     centre_crop,
-    choose_area,
     choose_view,
     fit_size,
     nearest_bucket,
 )
-from qie.recipe import Recipe
+from qie.recipe import Recipe, choose_area
 from qie.types import Row
 
 deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=200)

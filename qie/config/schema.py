@@ -614,6 +614,11 @@ class LossConfig(Section):
         description="Weight of a mask's dark parts. Only the ratio to the foreground's matters.",
     )
 
+    @property
+    def of_pairs(self) -> bool:
+        """Whether it is the loss of pairs of targets."""
+        return self.kind == "flow_dpo"
+
 
 class SampleConfig(Section):
     """An image to generate at each validation."""
@@ -693,7 +698,7 @@ class Config(Section):
     @classmethod
     def _check_preference(cls, loss: LossConfig, info: ValidationInfo) -> LossConfig:
         model, train = info.data.get("model"), info.data.get("train")  # none if they are refused themselves
-        if loss.kind != "flow_dpo" or not model or not train:
+        if not loss.of_pairs or not model or not train:
             return loss
         if model.lora is None:
             raise ValueError("flow_dpo compares the model with itself without the adapter: it needs model.lora")

@@ -22,6 +22,7 @@ from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from qie.errors import RowError
 from qie.image_formats import IMAGE_FORMATS
+from qie.recipe import choose_area
 from qie.types import Augment
 
 Size = tuple[int, int]
@@ -216,12 +217,6 @@ def choose_view(image: Size, areas_px: Sequence[int], buckets_px: Sequence[Size]
         bucket = nearest_bucket(image, buckets_px)
         return View(centre_crop(image, bucket), bucket)
     return View((0, 0, *image), fit_size(*image, choose_area(image, areas_px), multiple_px))
-
-
-def choose_area(image: Size, areas_px: Sequence[int]) -> int:
-    """The largest area that does not exceed the image's, or the smallest of all."""
-    within = [area for area in areas_px if area <= image[0] * image[1]]
-    return max(within) if within else min(areas_px)
 
 
 def nearest_bucket(image: Size, buckets_px: Sequence[Size]) -> Size:

@@ -20,13 +20,13 @@ from PIL import Image
 from qie.config import AdapterConfig, Quantization
 from qie.encode import Encoder
 from qie.encode.encoder import Picture, text_room
-from qie.encode.images import Size, View, apply_view, choose_area, choose_view, on_background
+from qie.encode.images import Size, View, apply_view, choose_view, on_background
 from qie.errors import QieError, RowError
 from qie.families import FAMILIES, NULL_PROMPT, Family
 from qie.inference.pipelines import make_pipeline, sized_as_given, sized_by_area
 from qie.inference.requests import Sampling, check_alpha, check_controls
 from qie.pretrained import PretrainedModel, loading
-from qie.recipe import Recipe
+from qie.recipe import Recipe, choose_area
 from qie.training.model.load import load_transformer
 from qie.training.model.lora import add_frozen_adapters
 from qie.types import Shape

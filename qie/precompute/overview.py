@@ -17,6 +17,7 @@ from qie.families import Family
 from qie.precompute.ranges import Range
 from qie.pretrained import PretrainedModel, read_json
 from qie.quantities import human_bytes
+from qie.recipe import choose_area
 from qie.shards.discovery import published
 from qie.shards.index import parse_stem
 from qie.stores import Folder, LocalFolder
@@ -88,13 +89,12 @@ def rows_there(folder: Folder, rows: Range) -> list[Range]:
 
 
 def _area_of(image: bytes, areas: Sequence[int]) -> int:
-    """The area that an image gets, of those that there are: the largest that does not enlarge it."""
+    """The area that an image gets, of those that there are; of what is no image, the largest."""
     try:
         with Image.open(io.BytesIO(image)) as opened:
-            within = [area for area in areas if area <= opened.width * opened.height]
+            return choose_area(opened.size, areas)
     except (OSError, ValueError, Image.DecompressionBombError):
         return max(areas)
-    return max(within, default=min(areas))
 
 
 def _areas(config: Config, family: Family) -> list[int]:

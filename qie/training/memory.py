@@ -251,7 +251,7 @@ def setup_of(config: Config, pretrained: PretrainedModel, tokens: Tokens, accele
     else:
         train_all_weights(transformer, trained)
     # Both targets of a pair are in one step: where their text and controls are not shared, twice the tokens.
-    pair = 2 if config.loss.kind == "flow_dpo" else 1
+    pair = 2 if config.loss.of_pairs else 1
     each = 1 if pretrained.family.interleaved else pair
     if config.optimizer.lr_pattern:
         require_rates(config.optimizer, (name for name, one in transformer.named_parameters() if one.requires_grad))

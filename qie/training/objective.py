@@ -65,6 +65,11 @@ class Losses:
     rewards: Rewards | None = None
 
     @property
+    def of_pairs(self) -> tuple[torch.Tensor, ...]:
+        """The rewards of targets and of rejected ones; nothing where there are no pairs."""
+        return (self.rewards.target, self.rewards.rejected) if self.rewards else ()
+
+    @property
     def mean(self) -> torch.Tensor:
         """The weighted mean, which training minimizes."""
         return (self.loss * self.weight).mean()
@@ -164,7 +169,7 @@ class Objective:
         noise = draws.noise.to(self.device, non_blocking=True)
         prompt = drop_captions(batch, draws.dropped_prompts)
         sigmas = shift_sigmas(draws.sigmas, self._shift(latent)).to(self.device, non_blocking=True)
-        if self.section.kind == "flow_dpo":
+        if self.section.of_pairs:
             return self._pair_losses(model, batch, noise, sigmas, *prompt, draws.dropped_controls)
         noisy = add_noise(latent, noise, sigmas).to(self.dtype)
         predicted = velocity(model, noisy, sigmas.to(self.dtype), batch, *prompt, draws.dropped_controls)

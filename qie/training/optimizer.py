@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from qie.config import OptimizerConfig, SchedulerConfig
 from qie.config.schema import MAX_LR
 from qie.errors import ConfigError
-from qie.training.model.adapter_file import layer_of
+from qie.training.model.adapter_file import layer_of, require_layers
 from qie.training.model.sharding import all_whole, like, not_finite
 
 
@@ -58,15 +58,8 @@ def _groups(rates: Mapping[str, float], parameters: Mapping[str, torch.nn.Parame
 
 def require_rates(section: OptimizerConfig, parameters: Iterable[str]) -> None:
     """Raise ConfigError for a pattern of `optimizer.lr_pattern` that is of none of the parameters."""
-    layers = {layer_of(name) for name in parameters}
-    for pattern in section.lr_pattern:
-        if not any(get_pattern_key([pattern], layer) == pattern for layer in layers):
-            raise ConfigError(
-                "a pattern is of no layer that is trained",
-                where="optimizer.lr_pattern",
-                expected=f"the end of a name such as {min(layers)}, or an expression for it",
-                found=pattern,
-            )
+    layers = sorted({layer_of(name) for name in parameters})
+    require_layers(section.lr_pattern, layers, "optimizer.lr_pattern", "that is trained")
 
 
 MAX_TRIED = 100_000

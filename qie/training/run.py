@@ -160,7 +160,7 @@ class Run:
                 rows.append(self._backward(prepared, parts))
             keys.extend(key for key in prepared.batch.keys for _ in range(section.draws_per_sample))
             # Of a pair both targets count, and what the base computes of them does not.
-            flops += self._speed.flops(prepared.batch) * (2 if self.config.loss.kind == "flow_dpo" else 1)
+            flops += self._speed.flops(prepared.batch) * (2 if self.config.loss.of_pairs else 1)
         self.position, self.batches_done = prepared.position, self.batches_done + parts
         grad_norm = self._clip()
         losses, sigmas, weights, *rewards = self.accelerator.gather(torch.cat(rows)).cpu().unbind(1)
@@ -190,8 +190,7 @@ class Run:
         pairs their rewards, too, [B, 5]."""
         found = self.objective.losses(self.trainable.model, prepared.batch, prepared.draws)
         self.accelerator.backward(found.mean / parts)
-        rewards = (found.rewards.target, found.rewards.rejected) if found.rewards else ()
-        return torch.stack([found.loss.detach(), found.sigmas, found.weight, *rewards], 1)
+        return torch.stack([found.loss.detach(), found.sigmas, found.weight, *found.of_pairs], 1)
 
     def _clip(self) -> float:
         """Scale gradients longer than `max_grad_norm` down to it; gives their length before."""
@@ -243,8 +242,7 @@ class Run:
                 number = turn * world + rank if turn * world + rank < total else 0
                 batch, level = self.stream.load(planned[number]), (number + 0.5) / total
                 found = self.objective.validation_losses(model, batch, level)
-                rewards = (found.rewards.target, found.rewards.rejected) if found.rewards else ()
-                losses.append(self.accelerator.gather(torch.stack([found.loss.float(), *rewards], 1)))
+                losses.append(self.accelerator.gather(torch.stack([found.loss.float(), *found.of_pairs], 1)))
         rows, *of_pairs = torch.cat(losses)[:total].cpu().unbind(1)
         levels = (torch.arange(total) + 0.5) / total
         preference = Preference.of(levels, *of_pairs) if of_pairs else None
@@ -390,7 +388,7 @@ def require_one_draw(family: Family, draws_per_sample: int) -> None:
 def require_pairs(config: Config, stream: Stream) -> None:
     """Raise ConfigError when preferences are to be learnt, and there is a sample without a rejected target."""
     samples = stream.samples
-    if config.loss.kind == "flow_dpo" and stream.plans.whole and samples.paired < len(samples.columns):
+    if config.loss.of_pairs and stream.plans.whole and samples.paired < len(samples.columns):
         raise ConfigError(
             "samples have no rejected target, and loss.kind: flow_dpo learns from pairs alone",
             where="loss.kind",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from qie.precompute import heartbeat, precompute
 from qie.shards.excluded import read_excluded
 from qie.stores import LocalFolder
 from qie.types import Row
-from qie.watch import live_page
 from qie.watch.places import open_pages
-from tests.stats.chromium import PROGRAM, Tab, chromium
+from tests.stats.chromium import PROGRAM, Tab
 from tests.watch.live_runs import served
 from tests.watch.test_watch_in_chromium import look_again, soon
 
@@ -26,15 +24,8 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium: apt-get in
 NASTY = "<img src=https://example.org/x.png onerror=alert(2)><script>window.ran = 1</script>"
 
 
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
-
-
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_page, "FRESH_S", 0.0)
+def _quick(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "FIRST_BEAT_S", 0.0)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from qie.watch import live_page
 from qie.watch.places import open_pages
-from tests.stats.chromium import PROGRAM, Tab, chromium
+from tests.stats.chromium import PROGRAM, Tab
 from tests.watch.live_runs import line, served, soon, write_picture, write_run
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.skipif(PROGRAM is None, reason="no Chromium: apt-get install chromium"),
+    pytest.mark.usefixtures("fresh"),
+]
 
 NASTY = "<img src=https://example.org/x.png onerror=alert(2)><script>window.ran = 1</script>"
 BOX = "const box = document.images[0].getBoundingClientRect();"
@@ -24,17 +25,6 @@ POINT = """{
   const place = {clientX: box.x + box.width / 2, clientY: box.y + box.height / 2};
   drawing.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, ...place}));
 }"""
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
-    with chromium(tmp_path_factory.mktemp("chromium")) as opened:
-        yield opened
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_page, "FRESH_S", 0.0)
 
 
 def look_again(tab: Tab) -> None:

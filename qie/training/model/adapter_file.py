@@ -30,7 +30,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,25 @@ def layer_of(name: str) -> str:
     """The layer that a parameter is of, or is an adapter's of: `transformer_blocks.0.attn.to_q`."""
     layer = PART.split(name)[0]
     return layer if layer != name else name.rpartition(".")[0]
+
+
+def require_layers(patterns: Iterable[str], layers: Sequence[str], key: str, which: str) -> None:
+    """Raise ConfigError for a pattern, as peft takes them, that is of none of the layers.
+
+    Args:
+        patterns: ends of layers' names, or expressions for them.
+        layers: names.
+        key: where the patterns stand in the configuration.
+        which: of a layer, the words that say which they are.
+    """
+    for pattern in patterns:
+        if not any(get_pattern_key([pattern], layer) == pattern for layer in layers):
+            raise ConfigError(
+                f"a pattern is of no layer {which}",
+                where=key,
+                expected=f"the end of a name such as {layers[0]}, or an expression for it",
+                found=pattern,
+            )
 
 
 KINDS = {"LORA": "LoRA", "LOKR": "LoKr", "LOHA": "LoHa"}

@@ -7,8 +7,8 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lycoris_utils import LycorisLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
-from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
@@ -44,6 +43,7 @@ from qie.training.model.adapter_file import (
     find_adapter,
     kind_of,
     read_adapter,
+    require_layers,
     scale_of,
     settings_of,
 )
@@ -153,14 +153,7 @@ def _require_patterns(transformer: QwenImageTransformer2DModel, section: LoraSec
     """Raise ConfigError for a pattern that is of no adapted layer."""
     names = [name for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)]
     for field in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(section, field):
-            if not any(get_pattern_key([pattern], name) == pattern for name in names):
-                raise ConfigError(
-                    "a pattern is of no layer that has an adapter",
-                    where=f"model.lora.{field}",
-                    expected=f"the end of a name such as {names[0]}, or an expression for it",
-                    found=pattern,
-                )
+        require_layers(getattr(section, field), names, f"model.lora.{field}", "that has an adapter")
 
 
 def add_frozen_adapters(transformer: QwenImageTransformer2DModel, adapters: Sequence[AdapterConfig]) -> None:
@@ -180,29 +173,25 @@ def add_frozen_adapters(transformer: QwenImageTransformer2DModel, adapters: Sequ
         _activate(transformer)
 
 
-@contextmanager
-def without_train_only(transformer: QwenImageTransformer2DModel) -> Iterator[None]:
+def without_train_only(transformer: QwenImageTransformer2DModel) -> AbstractContextManager[None]:
     """Within, the transformer is as its users get it: adapters with `train_only` take no part."""
-    layers = [layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer)]
-    before = [layer.active_adapters for layer in layers]
-    try:
-        for layer, names in zip(layers, before, strict=True):
-            # Not peft's `set_adapter`, which decides anew what is trained.
-            layer._active_adapter = [name for name in names if not name.startswith(_TRAIN_ONLY)]
-        yield
-    finally:
-        for layer, names in zip(layers, before, strict=True):
-            layer._active_adapter = names
+    return _without(transformer, lambda name: name.startswith(_TRAIN_ONLY))
+
+
+def without_trained(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Within, a model, perhaps wrapped for several processes, is what it was before training: all but the adapter."""
+    return _without(model, lambda name: name == _TRAINED)
 
 
 @contextmanager
-def without_trained(model: torch.nn.Module) -> Iterator[None]:
-    """Within, a model, perhaps wrapped for several processes, is what it was before training: all but the adapter."""
+def _without(model: torch.nn.Module, left_out: Callable[[str], bool]) -> Iterator[None]:
+    """Within, adapters of some names take no part."""
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     before = [layer.active_adapters for layer in layers]
     try:
         for layer, names in zip(layers, before, strict=True):
-            layer._active_adapter = [name for name in names if name != _TRAINED]
+            # Not peft's `set_adapter`, which decides anew what is trained.
+            layer._active_adapter = [name for name in names if not left_out(name)]
         yield
     finally:
         for layer, names in zip(layers, before, strict=True):
