@@ -44,12 +44,13 @@ def open_model(config: Config, components: tuple[str, ...] = ENCODERS) -> Pretra
     return open_pretrained(model.pretrained_model_name_or_path, model.family, components, vae=model.vae)
 
 
-def open_encoder(config: Config, *, pictures: bool = True, like: Recipe | None = None) -> Encoder:
+def open_encoder(config: Config, *, only_tensors: bool = False, like: Recipe | None = None) -> Encoder:
     """The encoder of a configuration. Hashes its weights now; the first row loads them.
 
     Args:
         config: says how to encode.
-        pictures: make the small pictures that `cache.thumbnail_px` asks for; to train needs none.
+        only_tensors: leave out what people look at: the small pictures that `cache.thumbnail_px` asks for, and how a
+            target lies on its control. Training reads neither.
         like: the recipe of shards that it works beside. If it only differs by the thumbnails that an earlier qie kept
             in records, it is taken: their keys depend on it.
 
@@ -57,12 +58,15 @@ def open_encoder(config: Config, *, pictures: bool = True, like: Recipe | None =
         ModelError: the model lacks an encoder, or is of another kind.
         ConfigError: a device is not there.
     """
+    from qie.encode import Encoder, EncoderOptions
+
     vae_device = resolve_device(config.cache.vae_encoder_device, "cache.vae_encoder_device")
     text_device = resolve_device(config.cache.text_encoder_device, "cache.text_encoder_device")
     pretrained = open_model(config)
-    if not pictures:
-        config = config.model_copy(update={"cache": config.cache.model_copy(update={"thumbnail_px": None})})
-    encoder = inference_encoder(config, pretrained, vae_device, text_device)
+    options = EncoderOptions.of(config)
+    if only_tensors:
+        options = replace(options, thumbnail_px=None, compare_pairs=False)
+    encoder = Encoder.open(pretrained, vae_device=vae_device, text_device=text_device, options=options)
     if like is not None and replace(like, thumbnail_px=None) == encoder.recipe:
         encoder.recipe = like
     return encoder
@@ -355,9 +359,8 @@ class LaterEncoder:
                 cache = self._config.cache
                 if cache.compute_dtype == "auto" and self.recipe.vae_dtype == self.recipe.text_dtype:
                     cache = cache.model_copy(update={"compute_dtype": self.recipe.vae_dtype})
-                encoder = open_encoder(
-                    self._config.model_copy(update={"cache": cache}), pictures=False, like=self.recipe
-                )
+                config = self._config.model_copy(update={"cache": cache})
+                encoder = open_encoder(config, only_tensors=True, like=self.recipe)
                 self.recipe.require_equal(
                     encoder.recipe, "the encoder of this machine", "encode the missing rows where the shards were made"
                 )

@@ -187,7 +187,7 @@ class _Opening:
         return None if cache.local_dir is None else ShardCache(local_path(cache.local_dir), cache.local_bytes)
 
     def live(self) -> Stream:
-        source, encoder = open_rows(self.config, NEEDED), open_encoder(self.config, pictures=False)
+        source, encoder = open_rows(self.config, NEEDED), open_encoder(self.config, only_tensors=True)
         known = self._looked_at(source, encoder, None)
         self._tell_skipped(known, ())
         return self._stream(LiveSamples(source, encoder, variants(self.config), known))
@@ -299,7 +299,7 @@ class _Opening:
     ) -> Stream:
         """The rows of a source, out of shards as far as these hold them."""
         encoder: RowEncoder = (
-            LaterEncoder(self.config, stored.recipe) if stored else open_encoder(self.config, pictures=False)
+            LaterEncoder(self.config, stored.recipe) if stored else open_encoder(self.config, only_tensors=True)
         )
         known = self._looked_at(source, encoder, stored)
         if stored and not known.facts:

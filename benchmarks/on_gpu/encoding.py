@@ -105,7 +105,7 @@ def cached_and_live(place: Place, count: int = 4) -> Found:
     config, count = configured(bench, output), min(count, place.scale.rows)
     source = open_rows(config)
     precompute(source, open_encoder(config), output, rows=(0, len(source)), settings=Settings(on_error="stop"))
-    streams = open_stream(output), open_stream(source, encoder=open_encoder(config))
+    streams = open_stream(output), open_stream(source, encoder=open_encoder(config, only_tensors=True))
     found = []
     for stream in streams:
         with closing(stream.forever()) as batches:

@@ -247,8 +247,10 @@ class Encoder:
         text_device: torch.device,
         max_image_px: int = MAX_IMAGE_PX,
         thumbnail_px: int | None = None,
+        compare_pairs: bool = True,
     ) -> None:
-        self.pretrained, self.recipe, self.thumbnail_px = pretrained, recipe, thumbnail_px
+        self.pretrained, self.recipe = pretrained, recipe
+        self.thumbnail_px, self.compare_pairs = thumbnail_px, compare_pairs
         self.batch_size = recipe.batch_size
         self._vae_device, self._text_device, self._max_image_px = vae_device, text_device, max_image_px
         self._latents: Memo[Stored] = Memo(LATENTS_BYTES, lambda stored: stored.values.nbytes)
@@ -270,7 +272,8 @@ class Encoder:
         """
         options = options or EncoderOptions()
         recipe = make_recipe(pretrained, options, vae_device, text_device)
-        encoder = cls(pretrained, recipe, vae_device, text_device, options.max_image_px, options.thumbnail_px)
+        for_people = options.thumbnail_px, options.compare_pairs
+        encoder = cls(pretrained, recipe, vae_device, text_device, options.max_image_px, *for_people)
         _ = encoder.text  # now, not in the threads that inspect rows; the weights come later
         return encoder
 
@@ -382,7 +385,7 @@ class Encoder:
             to_thumbnail(on_background(target, self.recipe.background), small) if small else None,
             self._pictures(decoded),
             decoded.notes,
-            self._compare(decoded),
+            self._compare(decoded) if self.compare_pairs else None,
         )
 
     def _pictures(self, row: DecodedRow) -> bytes | None:

@@ -54,9 +54,10 @@ class EncoderOptions:
         batch_size: rows per batch of the encoders.
         compiled: the VAE runs through torch.compile.
         thumbnail_px: longest side of the pictures stored with a sample; None for none.
+        compare_pairs: measure how each target lies on its control.
         max_image_px: limit of an image.
 
-    The last two are no part of the recipe, since they change no tensor.
+    The last three are no part of the recipe, since they change no tensor.
     """
 
     areas_px: tuple[int, ...] | None = None
@@ -69,6 +70,7 @@ class EncoderOptions:
     batch_size: int = 1
     compiled: bool = False
     thumbnail_px: int | None = None
+    compare_pairs: bool = True
     max_image_px: int = MAX_IMAGE_PX
 
     @classmethod

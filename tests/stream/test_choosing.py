@@ -27,8 +27,9 @@ from qie.data.sources import open_source
 from qie.errors import QieError, RecipeMismatchError, UsageError
 from qie.precompute import precompute
 from qie.shards.excluded import EXCLUDED_NAME
+from qie.shards.reader import Shard
 from qie.shards.shard_set import ShardSet, compact_folder
-from qie.stores import LocalFolder, disk
+from qie.stores import File, LocalFolder, disk
 from qie.stream_chooser import Choice, Telling, choose, open_training_stream
 from tests.conftest import AREA_PX, ROOT
 from tests.stream.checks import all_facts, spoil
@@ -265,6 +266,18 @@ def test_weights_that_are_here_in_part_are_not_compared(
 
 
 # Shards that do not hold what the source says today
+
+
+def test_rows_encoded_live_are_not_measured_for_people_and_those_of_shards_are(
+    tmp_path: Path, shards: Path, settings: dict[str, Any]
+) -> None:
+    assert all(entry.pair for entry in Shard(File.at(shards / "00000000-00000005.json")).index.samples)
+    (shards / "00000000-00000005.json").unlink()
+
+    for changes in ({}, {"cache.use_cache": False}):
+        stream, _ = opened(tmp_path, settings | changes)
+        live = stream.samples.fetch(0)
+        assert live.pair is None and live.pictures is None
 
 
 def test_a_changed_caption_is_encoded_live_and_its_old_sample_is_left_out(
