@@ -9,11 +9,12 @@ merge several places with the same row numbers, such as the shards of two source
 place continue the numbers of the place before.
 
 --rows copies the rows [A, B), by their new numbers; A- means all from A. --only-source and --drop-keys (one key per
-line, 64 hex characters) leave samples out; their rows are listed as skipped, with the reason. After an interruption,
-run the tool again: it copies the missing shards.
+line, 64 hex characters) leave samples out; their rows are listed as skipped, with the reason. Keys that no row has,
+such as those of rows that were pruned, are counted in a warning. After an interruption, run the tool again: it copies
+the missing shards.
 
-Exit status: 0 if everything is copied, 1 if a shard has a fault, a key to drop is not found, or no sample is left, 2
-for wrong usage. The reason is on stderr.
+Exit status: 0 if everything is copied, 1 if a shard has a fault or no sample is left, 2 for wrong usage. The reason is
+on stderr.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from qie.cli.common import explained
 from qie.cli.progress import Progress
+from qie.cli.terminal import warn
 from qie.errors import UsageError
 from qie.paths import local_path
 from qie.precompute.reshard import Resharded, SampleChoice, reshard
@@ -90,11 +92,11 @@ def told(report: Resharded, dropped: int) -> int:
         f"{report.shards} shards, {report.present} of them written before: {report.samples} samples, "
         f"{report.skipped} skipped rows, {report.left_out} left out"
     )
-    if len(report.dropped) < dropped:
-        print(f"error: {dropped - len(report.dropped)} of {dropped} keys to drop were not found", file=sys.stderr)
+    if absent := dropped - len(report.dropped):
+        warn(f"{absent} of {dropped} keys to drop are in none of the rows copied")
     if not report.samples:
         print("error: no sample is left", file=sys.stderr)
-    return int(len(report.dropped) < dropped or not report.samples)
+    return int(not report.samples)
 
 
 @explained
