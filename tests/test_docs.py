@@ -202,7 +202,8 @@ def test_the_page_of_the_format_names_what_records_indexes_and_compacted_indexes
 
 def test_the_page_of_training_names_what_a_line_of_metrics_has() -> None:
     rows = cells_under("training.md", "| `metrics.jsonl`, a step | |")
-    expected = {field.name for field in fields(StepMetrics)} - {"preference"} | Preference(0, 0, ()).flat().keys()
+    of_pairs = Preference(0, 0, 0, 0, (), ()).flat().keys()
+    expected = {field.name for field in fields(StepMetrics)} - {"preference"} | of_pairs
     assert {name for names, *_ in rows for name in names} == expected
 
 

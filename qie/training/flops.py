@@ -72,13 +72,15 @@ class Flops:
 
     Attributes:
         forward, backward: the model's own work.
+        of_base: the forward passes of the base, which no backward pass follows.
         recomputed: the forward pass of checkpointed blocks once more, as far as nothing of it is kept.
         attention, attention_recomputed: of forward and of recomputed what attention takes; of backward it takes twice
-            as much as of forward.
+            as much as of forward, and of `of_base` as much as there are passes.
     """
 
     forward: float
     backward: float
+    of_base: float
     recomputed: float
     attention: float
     attention_recomputed: float
@@ -86,7 +88,7 @@ class Flops:
     @property
     def model(self) -> float:
         """The work that MFU counts, without recomputation (PaLM, arXiv:2204.02311, appendix B)."""
-        return self.forward + self.backward
+        return self.forward + self.backward + self.of_base
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def step_flops(
     target_tokens: float | None = None,
     controls: float = 1,
     draws: int = 1,
+    base_passes: float = 0,
 ) -> Flops:
     """Count the operations of a training step on one sample.
 
@@ -163,6 +166,8 @@ def step_flops(
             other tokens, and nothing else. None: all are predicted, and the last block's text is computed.
         controls: the number of images, of equal size, that the other image tokens belong to.
         draws: so many noisy targets share text and controls, in a single stream; with two streams 1.
+        base_passes: so many forward passes without gradient are needed beside it, as with the adapter off for what the
+            base predicts; a fraction where that is so for some samples.
     """
     width, blocks = architecture.width, architecture.blocks
     work = _Work.of(architecture, image_tokens, text_tokens, target_tokens, controls, draws)
@@ -183,7 +188,8 @@ def step_flops(
     if checkpointed_blocks == blocks:  # the last block is the first that is not recomputed, and that keeps attention
         recomputed -= unread_layers
         again -= 0 if keeping_attention else unread_attention
-    return Flops(float(forward), float(backward), float(recomputed + again), float(attention), float(again))
+    found = forward, backward, base_passes * forward, recomputed + again, attention, again
+    return Flops(*map(float, found))
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

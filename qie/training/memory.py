@@ -130,7 +130,9 @@ class Setup:
         text_tokens: the longest prompt, as Qwen2.5-VL gives it.
         target_tokens: those of the image tokens that are the target's, see `step_flops`.
         controls: the number of images, of equal size, that the other image tokens belong to.
-        draws: so many noisy targets share a sample's text and controls.
+        draws: so many noisy ones of each target share its text and controls.
+        targets: of a sample: 2 of a pair.
+        base_passes: forward passes of the base for each step, without gradient.
         batch_size: per process.
         value_bytes: 2 or 4 for a number in a computation, and for a frozen weight that is not quantised.
         fp8_compute: most layers that are quantised to fp8 compute in it, too; memory does not depend on it.
@@ -150,6 +152,8 @@ class Setup:
     target_tokens: int | None = None
     controls: float = 1.0
     draws: int = 1
+    targets: int = 1
+    base_passes: int = 0
     batch_size: int = 1
     value_bytes: int = 2
     quantize: Quantization | None = None
@@ -167,14 +171,24 @@ class Setup:
     sharded: bool = False
 
     @property
+    def sequences(self) -> int:
+        """Of a batch: those that a block computes, each with text and controls of its own."""
+        return self.batch_size * (1 if self.architecture.single_stream else self.targets)
+
+    @property
+    def noisy_targets(self) -> int:
+        """Of a sequence: they share its text and controls."""
+        return self.draws * (self.targets if self.architecture.single_stream else 1)
+
+    @property
     def predicted_tokens(self) -> int:
-        """Of a sample: those of the target in all draws."""
-        return self.draws * (self.image_tokens if self.target_tokens is None else self.target_tokens)
+        """Of a sequence: those of its noisy targets."""
+        return self.noisy_targets * (self.image_tokens if self.target_tokens is None else self.target_tokens)
 
     @property
     def tokens(self) -> int:
-        """Of a sample in a block: those of text, controls and all draws of the target."""
-        one_target = self.predicted_tokens // self.draws
+        """Of a sequence in a block: those of text, controls and noisy targets."""
+        one_target = self.predicted_tokens // self.noisy_targets
         return self.text_tokens + self.image_tokens - one_target + self.predicted_tokens
 
     @property
@@ -250,19 +264,18 @@ def setup_of(config: Config, pretrained: PretrainedModel, tokens: Tokens, accele
         add_lora(transformer, model.lora.model_copy(update={"continue_from": None}), section.seed, dtype=trained)
     else:
         train_all_weights(transformer, trained)
-    # Both targets of a pair are in one step: where their text and controls are not shared, twice the tokens.
-    pair = 2 if config.loss.of_pairs else 1
-    each = 1 if pretrained.family.interleaved else pair
     if config.optimizer.lr_pattern:
         require_rates(config.optimizer, (name for name, one in transformer.named_parameters() if one.requires_grad))
     return Setup(
         Architecture.of(transformer.config),
         Parameters.of(transformer),
-        image_tokens=each * tokens.image,
-        text_tokens=each * tokens.text,
-        target_tokens=tokens.target if tokens.target is None else each * tokens.target,
+        image_tokens=tokens.image,
+        text_tokens=tokens.text,
+        target_tokens=tokens.target,
         controls=tokens.controls,
-        draws=section.draws_per_sample * pair // each,
+        draws=section.draws_per_sample,
+        targets=2 if config.loss.of_pairs else 1,
+        base_passes=int(config.loss.of_pairs),
         batch_size=config.data.batch_size,
         value_bytes=2 if section.mixed_precision == "bf16" else 4,
         quantize=model.quantize,
@@ -314,7 +327,7 @@ class Estimate:
 def kept_bytes(setup: Setup) -> float:
     """Bytes that a block without checkpointing keeps of a batch for its backward pass."""
     of_one = _kept_single(setup) if setup.architecture.single_stream else _kept_dual(setup)
-    return setup.batch_size * of_one + setup.value_bytes * setup.parameters.changes
+    return setup.sequences * of_one + setup.value_bytes * setup.parameters.changes
 
 
 def _kept_dual(setup: Setup) -> float:
@@ -335,7 +348,7 @@ def _kept_dual(setup: Setup) -> float:
         numbers += 6 if setup.trained_bytes > value else 0
     kept = numbers * width * setup.tokens
     kept += value * (parameters.image_inputs * setup.image_tokens + parameters.text_inputs * setup.text_tokens)
-    if setup.batch_size > 1:
+    if setup.sequences > 1:
         outputs = (width, width) if setup.all_trained else (parameters.image_outputs, parameters.text_outputs)
         kept += value * (outputs[0] * setup.image_tokens + outputs[1] * setup.text_tokens)
     return float(kept)
@@ -358,7 +371,7 @@ def _kept_single(setup: Setup, *, last: bool = False) -> float:
         of_others += 6 * (4 - value) + (9 + setup.architecture.gated_mlp) * value
         of_others += 6 if setup.trained_bytes > value else 0
     kept = width * (of_keys * setup.tokens + (of_others + (0 if last else 2 * value)) * asking)
-    behind = setup.draws * (setup.image_tokens + setup.text_tokens)
+    behind = setup.noisy_targets * (setup.image_tokens + setup.text_tokens)
     kept += 2 * value * width * behind
     return float(kept + value * (parameters.image_inputs * setup.tokens + parameters.image_outputs * asking))
 
@@ -371,7 +384,7 @@ def _normed(value_bytes: int) -> int:
 def attention_bytes(setup: Setup) -> int:
     """Bytes of what attention gives a block for a batch: its output, and the logarithm of each row's sum in float32."""
     return (
-        setup.batch_size * setup.tokens * (setup.value_bytes * setup.architecture.width + 4 * setup.architecture.heads)
+        setup.sequences * setup.tokens * (setup.value_bytes * setup.architecture.width + 4 * setup.architecture.heads)
     )
 
 
@@ -388,7 +401,7 @@ def _matrices_of_block(setup: Setup) -> float:
 def _activations(setup: Setup) -> list[float]:
     """Bytes of activations when the backward pass of each block begins: what it and the blocks before it have kept, and
     what it has recomputed. Those of blocks after it are freed."""
-    inputs = setup.batch_size * setup.tokens * setup.architecture.width * setup.value_bytes
+    inputs = setup.sequences * setup.tokens * setup.architecture.width * setup.value_bytes
     whole, attention = kept_bytes(setup), float(attention_bytes(setup))
     checkpointed, keeping = set(setup.checkpointed), set(setup.keeping_attention)
     found, kept = [], 0.0
@@ -406,7 +419,7 @@ def _activations(setup: Setup) -> list[float]:
 def _kept_by_last(setup: Setup) -> float:
     """What `kept_bytes` is for the last block, where the target alone is predicted."""
     if setup.architecture.single_stream:
-        return setup.batch_size * _kept_single(setup, last=True)
+        return setup.sequences * _kept_single(setup, last=True)
     return (_KEYS + (1 - _KEYS) * setup.predicted_tokens / setup.tokens) * kept_bytes(setup)
 
 
@@ -452,7 +465,7 @@ def estimate(setup: Setup) -> Estimate:
 def _intermediate(setup: Setup) -> float:
     """Bytes of a block's values and gradients in its backward pass, beside what it keeps."""
     architecture = setup.architecture
-    of_width = setup.batch_size * setup.tokens * architecture.width * setup.value_bytes
+    of_width = setup.sequences * setup.tokens * architecture.width * setup.value_bytes
     # The MLP's values and their gradients, or queries in float32: about so many numbers of the width for each token.
     numbers = (3.0 * architecture.gated_mlp or 8.0) + (4.0 if setup.all_trained else 0.0)
     if setup.quantize is None:

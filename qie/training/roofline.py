@@ -53,7 +53,7 @@ def step_time(setup: Setup, datasheet: Datasheet, batches: int = 1) -> StepTime:
 
     Several processes are counted as one: what they tell each other of a LoRA is little.
     """
-    architecture, samples = setup.architecture, setup.batch_size * batches
+    architecture, sequences = setup.architecture, setup.sequences * batches
     checkpointed = len(setup.checkpointed)
     flops = step_flops(
         architecture,
@@ -64,27 +64,29 @@ def step_time(setup: Setup, datasheet: Datasheet, batches: int = 1) -> StepTime:
         keeping_attention=len(setup.keeping_attention),
         target_tokens=setup.target_tokens,
         controls=setup.controls,
-        draws=setup.draws,
+        draws=setup.noisy_targets,
+        base_passes=setup.base_passes,
     )
-    attention, again = flops.attention, flops.attention_recomputed
-    products = flops.model + flops.recomputed - 3 * attention - again
+    of_base, attention = setup.base_passes, flops.attention
+    forward_attention = (1 + of_base) * attention + flops.attention_recomputed
+    products = flops.model + flops.recomputed - forward_attention - 2 * attention
     peak, bandwidth = datasheet.tflops * 1e12, datasheet.bandwidth_gb_s * 1e9 * _MEMORY
-    passes = architecture.blocks + checkpointed
+    passes = (1 + of_base) * architecture.blocks + checkpointed
     forward, backward = _NUMBERS_SINGLE if architecture.single_stream else _NUMBERS
     of_blocks = forward * passes + backward * architecture.blocks
     moved = of_blocks * setup.tokens * architecture.width * setup.value_bytes * (_FUSED if setup.compiled else 1.0)
     restored = _restored_bytes(setup) * (passes + architecture.blocks) / architecture.blocks
     found = StepTime(
-        products=samples * products / (peak * _PRODUCTS) * _share(setup),
-        attention=samples * ((attention + again) / _ATTENTION + 2 * attention / _ATTENTION_BACKWARD) / peak,
-        pointwise=(samples * moved + batches * restored) / bandwidth,
-        # Once for the forward pass, and once for the recomputation.
-        copies=batches * 2 * offloaded_bytes(setup) / (datasheet.link_gb_s * 1e9 * _LINK),
+        products=sequences * products / (peak * _PRODUCTS) * _share(setup),
+        attention=sequences * (forward_attention / _ATTENTION + 2 * attention / _ATTENTION_BACKWARD) / peak,
+        pointwise=(sequences * moved + batches * restored) / bandwidth,
+        # Once for each forward pass, and once for the recomputation.
+        copies=batches * (2 + of_base) * offloaded_bytes(setup) / (datasheet.link_gb_s * 1e9 * _LINK),
         # Weights and states are read and written, gradients read.
         optimizer=setup.parameters.trained * (3 * setup.trained_bytes + 2 * setup.optimizer_bytes) / bandwidth,
         mfu=0.0,
     )
-    return replace(found, mfu=samples * flops.model / found.total / peak)
+    return replace(found, mfu=sequences * flops.model / found.total / peak)
 
 
 def _share(setup: Setup) -> float:

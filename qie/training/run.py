@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -118,10 +118,7 @@ class Run:
         self.position = stream.state_dict()
         every = self.steps * train.gradient_accumulation_steps if planned is None else planned
         self.batches = iter_prepared(stream, self.objective, self.batches_done, every)
-        transformer, lora = self.trainable.transformer.config, config.model.lora
-        self._speed = Speed.of(
-            transformer, accelerator.device, dtype, config.logging.peak_tflops, not lora, train.draws_per_sample
-        )
+        self._speed = _speed(config, self.trainable.transformer.config, accelerator.device, dtype)
 
     def _checked_state(self, resume_from: Path | None, loss_fn: LossFunction | None) -> RunState | None:
         """What a checkpoint says; one of another run is refused."""
@@ -159,8 +156,7 @@ class Run:
             with nullcontext() if part == parts - 1 else self.accelerator.no_sync(self.trainable.model):
                 rows.append(self._backward(prepared, parts))
             keys.extend(key for key in prepared.batch.keys for _ in range(section.draws_per_sample))
-            # Of a pair both targets count, and what the base computes of them does not.
-            flops += self._speed.flops(prepared.batch) * (2 if self.config.loss.of_pairs else 1)
+            flops += self._speed.flops(prepared.batch, base_passes=int(self.config.loss.of_pairs))
         self.position, self.batches_done = prepared.position, self.batches_done + parts
         grad_norm = self._clip()
         losses, sigmas, weights, *rewards = self.accelerator.gather(torch.cat(rows)).cpu().unbind(1)
@@ -350,6 +346,11 @@ def _prepare(stream: Stream, objective: Objective, first: int, last: int) -> Ite
             draws = objective.draw(batch, number)
             yield PreparedBatch(objective.moved(batch), draws, epoch, position)
             del batch, draws
+
+
+def _speed(config: Config, transformer: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Speed:
+    draws, targets = config.train.draws_per_sample, 2 if config.loss.of_pairs else 1
+    return Speed.of(transformer, device, dtype, config.logging.peak_tflops, not config.model.lora, draws, targets)
 
 
 def _objective(

@@ -104,6 +104,22 @@ def test_a_step_of_several_batches_and_samples_takes_as_many_times_as_long(relea
     assert three.optimizer == one.optimizer
 
 
+def test_a_step_of_pairs_takes_twice_the_samples_and_the_base_s_pass_through_them(released: Setup) -> None:
+    pairs, two = replace(released, targets=2, base_passes=1), replace(released, batch_size=2)
+    found, expected = step_time(pairs, H100), step_time(two, H100)
+    flops = step_flops(released.architecture, 8192, 1408, all_trained=False, target_tokens=4096)
+    assert found.attention - expected.attention == pytest.approx(2 * flops.attention / (989e12 * 0.61))
+    more = found.products - expected.products
+    assert more == pytest.approx(2 * (flops.forward - flops.attention) / (989e12 * 0.69))
+    assert memory.estimate(pairs) == memory.estimate(two)
+
+
+def test_pairs_of_a_single_stream_share_text_and_controls_as_draws_do(newer: Setup) -> None:
+    pairs, draws = replace(newer, targets=2), replace(newer, draws=2)
+    assert memory.estimate(pairs) == memory.estimate(draws)
+    assert step_time(pairs, H100) == step_time(draws, H100)
+
+
 def test_copies_of_offloaded_weights_take_time_only_where_they_take_longer_than_the_rest(released: Setup) -> None:
     setup = replace(released, offload_blocks=30)
     found = step_time(setup, H100)

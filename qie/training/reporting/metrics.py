@@ -31,19 +31,24 @@ class Preference:
     Attributes:
         margin: mean of the reward of the target over that of the rejected one.
         accuracy: part of the pairs whose target has the larger reward, 0 to 1; a half of those of equal ones.
-        margin_by_level: mean margin in each part of the noise levels; None for a part without pairs.
+        target_reward, rejected_reward: their means; below 0 where the model predicts worse than its base.
+        margin_by_level, target_reward_by_level: means in each part of the noise levels; None for a part without pairs.
     """
 
     margin: float
     accuracy: float
+    target_reward: float
+    rejected_reward: float
     margin_by_level: tuple[float | None, ...]
+    target_reward_by_level: tuple[float | None, ...]
 
     @classmethod
     def of(cls, levels: torch.Tensor, target: torch.Tensor, rejected: torch.Tensor) -> Preference:
         """From noise levels and rewards, [N] each."""
         margin = target - rejected
         right = (margin > 0).float() + 0.5 * (margin == 0).float()
-        return cls(float(margin.mean()), float(right.mean()), by_level(levels, margin))
+        mean, accuracy, *rewards = (float(each.mean()) for each in (margin, right, target, rejected))
+        return cls(mean, accuracy, rewards[0], rewards[1], by_level(levels, margin), by_level(levels, target))
 
     def flat(self) -> dict[str, Any]:
         """Its numbers by their names in metrics.jsonl."""
@@ -116,13 +121,14 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOPs of a step of so many draws for each sample, compared with those of the device: `peak` FLOP/s, None if
-    unknown."""
+    """FLOPs of a step of so many draws for each of a sample's targets, compared with those of the device: `peak`
+    FLOP/s, None if unknown."""
 
     architecture: Architecture
     all_trained: bool
     peak: float | None
     draws: int = 1
+    targets: int = 1
 
     @classmethod
     def of(
@@ -133,15 +139,19 @@ class Speed:
         peak_tflops: float | None,
         all_trained: bool,
         draws: int = 1,
+        targets: int = 1,
     ) -> Speed:
         """From a transformer's config. `peak_tflops` overrides the table of devices."""
         peak = peak_tflops and peak_tflops * 1e12
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device), dtype)
-        return cls(Architecture.of(config), all_trained, peak, draws)
+        return cls(Architecture.of(config), all_trained, peak, draws, targets)
 
-    def flops(self, batch: Batch) -> float:
-        """Of a training step on a batch; recomputed activations do not count."""
+    def flops(self, batch: Batch, *, base_passes: float = 0) -> float:
+        """Of a training step on a batch, with so many forward passes of the base; recomputed activations do not count.
+
+        In a single stream targets share their sample's text and controls, as draws do.
+        """
         latents = (batch.pixel_latent, *batch.control_latent)
         target, *controls = (latent.shape[-2] * latent.shape[-1] // self.architecture.patch**2 for latent in latents)
         of_one = step_flops(
@@ -151,9 +161,10 @@ class Speed:
             all_trained=self.all_trained,
             target_tokens=target,
             controls=len(controls),
-            draws=self.draws,
+            draws=self.draws * (self.targets if self.architecture.single_stream else 1),
+            base_passes=base_passes,
         )
-        return len(batch) * of_one.model
+        return len(batch) * of_one.model * (1 if self.architecture.single_stream else self.targets)
 
     def mfu(self, flops: float, seconds: float) -> float | None:
         """Model FLOPs utilisation, 0 to 1."""

@@ -81,8 +81,12 @@ def _preference(before: str, found: Preference | None) -> dict[str, float | None
     if found is None:
         return {}
     name = f"{before}preference"
-    numbers: dict[str, float | None] = {f"{name}_margin": found.margin, f"{name}_accuracy": found.accuracy}
-    return numbers | _levels(f"{name}_margin", found.margin_by_level)
+    by_level = {"margin": found.margin_by_level, "target_reward": found.target_reward_by_level}
+    one_each = {each: value for each, value in found.flat().items() if not each.endswith("_by_level")}
+    numbers = {f"{before}{each}": value for each, value in one_each.items()}
+    for each, values in by_level.items():
+        numbers |= _levels(f"{name}_{each}", values)
+    return numbers
 
 
 def _levels(name: str, losses: Sequence[float | None]) -> dict[str, float | None]:
