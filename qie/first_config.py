@@ -166,14 +166,14 @@ def _size(content: bytes) -> tuple[int, int]:
 
 
 @contextmanager
-def model_of(name: str, family: str = "auto") -> Iterator[PretrainedModel]:
+def model_of(name: str) -> Iterator[PretrainedModel]:
     """The model, as far as memory depends on it; for a released one, without asking the Hub.
 
     Raises:
-        ModelError: there is none, or it is of another family.
+        ModelError: there is none, or it is of no family that qie knows.
     """
     if name not in RELEASED or local_path(name).is_dir():
-        yield open_pretrained(name, family, ("transformer",), weights=False)
+        yield open_pretrained(name, components=("transformer",), weights=False)
         return
     known = FAMILIES[RELEASED[name]]
     with TemporaryDirectory() as folder:
@@ -182,7 +182,7 @@ def model_of(name: str, family: str = "auto") -> Iterator[PretrainedModel]:
         config.write_text(json.dumps({"_class_name": known.transformer}), encoding="utf-8")
         index = Path(folder, "model_index.json")
         index.write_text(json.dumps({"_class_name": known.pipeline}), encoding="utf-8")
-        yield open_pretrained(folder, family, ("transformer",))
+        yield open_pretrained(folder, components=("transformer",))
 
 
 def areas_for(rows: Rows, family: Family) -> list[int]:

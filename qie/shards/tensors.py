@@ -160,11 +160,6 @@ def bytes_by_name(sizes: Sizes) -> dict[str, int]:
     return {tensor.name: tensor.nbytes(sizes) for tensor in TENSORS if tensor.there is None or tensor.there(sizes)}
 
 
-def total_bytes(sizes: Sizes) -> Any:
-    """Bytes that all tensors take together."""
-    return sum(tensor.nbytes(sizes) for tensor in TENSORS)
-
-
 @dataclass(frozen=True, eq=False)
 class Stored:
     """A tensor as stored, and how many of its values were clipped."""

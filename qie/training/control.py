@@ -89,15 +89,6 @@ def ask_prompts(run: Path, samples: Sequence[dict[str, Any]] | None) -> None:
     folder.write(PROMPTS_FILE, content)
 
 
-def wishes(run: Path) -> frozenset[str]:
-    """The names of the requests that are there, obeyed or not yet."""
-    try:
-        with os.scandir(run / CONTROL_FOLDER) as entries:
-            return frozenset(entry.name for entry in entries) & {"pause", "checkpoint", "stop", PROMPTS_FILE}
-    except OSError:
-        return frozenset()
-
-
 def read_prompts(content: bytes, where: object) -> list[SampleConfig]:
     """The samples of a prompts.json.
 

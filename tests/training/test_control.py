@@ -16,7 +16,7 @@ from PIL import Image
 
 from qie.errors import QieError, UsageError
 from qie.from_config import LaterSamples
-from qie.training.control import Asked, Control, ask, ask_prompts, take_back, wishes
+from qie.training.control import Asked, Control, ask, ask_prompts, take_back
 from qie.training.processes import Agreement
 from qie.training.reporting.state_file import EVERY_S, SHARE, StateFile, read_state
 from qie.training.run import Run
@@ -24,6 +24,11 @@ from qie.training.run_lock import locked
 from tests.training.runs import ADAPTER, Bench, checkpoint, lines, losses, names
 
 Acts = dict[int, Callable[[], object]]
+
+
+def wishes(run: Path) -> list[str]:
+    """The requests that are there, obeyed or not yet."""
+    return sorted(file.name for file in (run / "control").glob("*"))
 
 
 @pytest.fixture
@@ -80,7 +85,7 @@ def test_a_run_that_is_paused_saved_stopped_and_resumed_ends_with_the_weights_of
     told: list[object] = []
 
     def tell() -> None:
-        told.append((state(tmp_path), len(losses(tmp_path)), names(tmp_path), sorted(wishes(tmp_path))))
+        told.append((state(tmp_path), len(losses(tmp_path)), names(tmp_path), wishes(tmp_path)))
 
     held = while_held(
         lambda: (tell(), ask(tmp_path, "checkpoint")),
@@ -111,7 +116,7 @@ def test_a_run_that_is_stopped_while_it_holds_saves_a_checkpoint_also_before_its
     assert result.stderr.count("asked of an earlier run; removed") == 2
     assert "will hold before its first step" in result.stderr
     assert held == [0] and "stopped after 0 steps" in result.stdout and names(tmp_path) == ["checkpoint-000000"]
-    assert wishes(tmp_path) == {"pause"}
+    assert wishes(tmp_path) == ["pause"]
     take_back(tmp_path, "pause")
     bench.train(tmp_path, "--resume", "latest")
     same_end(tmp_path, plain)
@@ -193,7 +198,7 @@ def test_nothing_is_asked_where_no_run_trains(tmp_path: Path) -> None:
         ask(tmp_path, "stop")
         with pytest.raises(UsageError, match="cannot be read"):
             ask_prompts(tmp_path, [{"prompt": 1}])
-        assert wishes(tmp_path) == {"stop"}
+        assert wishes(tmp_path) == ["stop"]
     child = os.fork()
     if child == 0:
         os._exit(0)
