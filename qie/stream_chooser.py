@@ -32,8 +32,8 @@ from qie.quantities import human_bytes
 from qie.recipe import Recipe, brief
 from qie.shards.cache import ShardCache
 from qie.shards.discovery import find_indexes, gaps
+from qie.shards.grid import missing_rows
 from qie.shards.index import parse_stem
-from qie.shards.sample_table import missing_rows
 from qie.shards.shard_set import ShardSet, open_named, open_shards
 from qie.stages import quick_turns
 from qie.stores import File, LocalFolder, StoreError, open_folder

@@ -9,7 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from qie.errors import UsageError
-from qie.precompute.ranges import Range, resolve_part, resolve_range, shard_ranges
+from qie.precompute.ranges import resolve_part, resolve_range
+from qie.shards.grid import Range, shard_ranges
 
 deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=120)
 

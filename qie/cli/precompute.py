@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from qie.data.sources import Source
     from qie.precompute import Report, Settings
     from qie.precompute.estimate import PrecomputeEstimate
-    from qie.precompute.ranges import Range
     from qie.recipe import Recipe
+    from qie.shards.grid import Range
     from qie.shards.index import Skipped
     from qie.stores import Folder
 

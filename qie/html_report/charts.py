@@ -12,9 +12,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from qie.html_report.markup import Html, join, tag
+from qie.shards.grid import Range, merged_ranges
 
 if TYPE_CHECKING:
-    from qie.precompute.ranges import Range
     from qie.stats import Coverage
 
 CELLS = 400
@@ -180,8 +180,6 @@ def legend() -> Html:
 
 
 def _words(part: Coverage, stop: int) -> str:
-    from qie.precompute.ranges import merged_ranges  # late: a page of live curves needs no encoder's libraries
-
     sizes = {"covered": _size(part.ranges), "in shards with faults": _size(part.faulty), "skipped": _size(part.skipped)}
     sizes["missing"] = stop - _size(merged_ranges([*part.ranges, *part.faulty]))
     return ", ".join(f"{count:,} {name}" for name, count in sizes.items() if count) or "none"

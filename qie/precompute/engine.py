@@ -23,9 +23,9 @@ from qie.errors import RowError
 from qie.precompute.counts import OnReport, Report
 from qie.precompute.heartbeat import beating
 from qie.precompute.progress import PrecomputeRun
-from qie.precompute.ranges import Range, shard_ranges
 from qie.precompute.reuse import Records
 from qie.shards.discovery import published, rows_of
+from qie.shards.grid import Range, shard_ranges
 from qie.shards.index import Entry, ShardIndex, Skipped, row_inputs, shard_stem
 from qie.shards.reader import Shard
 from qie.shards.record import encode

@@ -12,8 +12,8 @@ from qie.data.sources import Source
 from qie.errors import RowError
 from qie.precompute.engine import READERS, Settings
 from qie.precompute.local import check_output
-from qie.precompute.ranges import Range
 from qie.precompute.reuse import Records
+from qie.shards.grid import Range
 from qie.shards.index import Entry, Skipped
 from qie.shards.record import encode
 from qie.stages import Pipeline, Stage

@@ -28,9 +28,9 @@ from qie.precompute.counts import OnReport, Report
 from qie.precompute.engine import Engine, Settings
 from qie.precompute.progress import PrecomputeRun, withdraw
 from qie.precompute.prune import pruned, require_pruned
-from qie.precompute.ranges import Range, shard_ranges
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
+from qie.shards.grid import Range, shard_ranges
 from qie.shards.reader import Shard
 from qie.shards.shard_set import require_disjoint
 from qie.shards.writer import remove_abandoned

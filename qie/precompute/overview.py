@@ -14,11 +14,11 @@ from qie.data.sources import Source
 from qie.devices import resolve_device
 from qie.errors import ModelError, QieError
 from qie.families import Family
-from qie.precompute.ranges import Range
 from qie.pretrained import PretrainedModel, read_json
 from qie.quantities import human_bytes
 from qie.recipe import choose_area
 from qie.shards.discovery import published
+from qie.shards.grid import Range
 from qie.shards.index import parse_stem
 from qie.stores import Folder, LocalFolder
 

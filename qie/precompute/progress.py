@@ -17,8 +17,8 @@ from typing import Literal
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
-from qie.precompute.ranges import Range
 from qie.recipe import canonical_json
+from qie.shards.grid import Range
 from qie.stores import File, Folder, LocalFolder, MissingError, StoreError
 
 PROGRESS_FOLDER = "progress"

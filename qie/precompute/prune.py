@@ -15,9 +15,9 @@ from pathlib import Path
 
 from qie.errors import UsageError
 from qie.paths import open_locked, sync_folder
-from qie.precompute.ranges import Range, shard_ranges
 from qie.recipe import Recipe
 from qie.shards.discovery import published
+from qie.shards.grid import Range, shard_ranges
 from qie.shards.index import shard_stem
 from qie.shards.reader import Shard
 from qie.stores import Folder, LocalFolder

@@ -23,10 +23,10 @@ import torch
 
 from qie.errors import RowError, UsageError
 from qie.families import FAMILIES
-from qie.precompute.ranges import shard_ranges
 from qie.precompute.reshard import require_own
 from qie.recipe import Recipe, normal_prompt
 from qie.shards.discovery import published
+from qie.shards.grid import shard_ranges
 from qie.shards.index import Entry, Skipped, read_index
 from qie.shards.record import encode
 from qie.shards.tensors import to_storage

@@ -1,13 +1,11 @@
-"""The shards of a run: its range of rows, cut on the grid, around published shards."""
+"""The rows of a run, as its command line names them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from qie.errors import UsageError
-
-Range = tuple[int, int]
+from qie.shards.grid import Range
 
 _PART = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
 
@@ -38,34 +36,3 @@ def resolve_part(part: str, rows: int, shard_size: int) -> Range:
     shards = -(-rows // shard_size)
     start, stop = (min(shards * end // parts * shard_size, rows) for end in (number - 1, number))
     return start, stop
-
-
-def shard_ranges(start: int, stop: int, shard_size: int, published: Iterable[Range]) -> list[Range]:
-    """The shards that together hold [start, stop), in order.
-
-    A published shard that begins within the range is one of them; the caller checks whether its rows have changed. The
-    other rows are cut at multiples of `shard_size`, so that every split of a dataset on such multiples gives the same
-    shards.
-    """
-    there = sorted((first, last) for first, last in published if first < stop and last > start)
-    ranges, at = [], start
-    for first, last in [*there, (stop, stop)]:
-        while at < first:
-            end = min((at // shard_size + 1) * shard_size, first)
-            ranges.append((at, end))
-            at = end
-        if start <= first < last:
-            ranges.append((first, last))
-        at = max(at, last)
-    return ranges
-
-
-def merged_ranges(ranges: Iterable[Range]) -> list[Range]:
-    """Half-open ranges in order, those that touch or overlap as one."""
-    result: list[Range] = []
-    for start, stop in sorted(ranges):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(stop, result[-1][1]))
-        else:
-            result.append((start, stop))
-    return result

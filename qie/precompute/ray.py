@@ -27,10 +27,10 @@ from qie.precompute.counts import OnReport, Report
 from qie.precompute.engine import Settings
 from qie.precompute.local import REPORT_EVERY_S, Opener, plan_shards
 from qie.precompute.progress import PrecomputeRun, withdraw
-from qie.precompute.ranges import Range, merged_ranges, shard_ranges
 from qie.precompute.ray_worker import News, Worker
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
+from qie.shards.grid import Range, merged_ranges, shard_ranges
 from qie.shards.shard_set import require_disjoint
 from qie.stores import Folder
 from qie.threads import Threads, leave, pause

@@ -17,8 +17,8 @@ from qie.data.sources import Source
 from qie.precompute.counts import Report
 from qie.precompute.engine import Engine, Settings
 from qie.precompute.progress import PrecomputeRun
-from qie.precompute.ranges import Range
 from qie.recipe import Recipe
+from qie.shards.grid import Range
 from qie.stores import Folder
 
 

@@ -15,9 +15,9 @@ from functools import lru_cache
 from itertools import islice, pairwise, takewhile
 
 from qie.errors import ShardError, UsageError
-from qie.precompute.ranges import Range, merged_ranges, shard_ranges
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
+from qie.shards.grid import Range, merged_ranges, shard_ranges
 from qie.shards.index import Entry, Skipped, member_name, pictures_name, read_index, shard_stem
 from qie.shards.reader import Shard
 from qie.shards.writer import ShardWriter

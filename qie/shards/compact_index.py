@@ -28,9 +28,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from qie.errors import ShardError
 from qie.recipe import Recipe, canonical_json
+from qie.shards.grid import Range, overlapping
 from qie.shards.hashes import SHA256_BYTES, XXH3_BYTES, xxh3_128
 from qie.shards.index import ShardIndex, Skipped, first_fault, parse_stem, recipe_fields
-from qie.shards.sample_table import COLUMNS, Table, overlapping
+from qie.shards.sample_table import COLUMNS, Table
 from qie.shards.tensors import is_text_alone
 from qie.stores import File, Folder, MissingError, ObjectFolder, local_copy
 from qie.types import Shape
@@ -80,7 +81,7 @@ class CompactShard:
     sha256: str
     stamp: str
     skipped: tuple[Skipped, ...]
-    rows: tuple[int, int]
+    rows: Range
 
     @classmethod
     def of(cls, stem: str, index: ShardIndex, stamp: str) -> CompactShard:

@@ -17,8 +17,8 @@ import numpy as np
 
 from qie.errors import ShardError, UsageError
 from qie.shards.compact_index import ManifestFolder
+from qie.shards.grid import Range, missing_rows
 from qie.shards.index import parse_stem, read_index
-from qie.shards.sample_table import missing_rows
 from qie.stores import (
     File,
     Folder,
@@ -122,7 +122,7 @@ def published(folder: Folder | str | Path) -> list[File]:
     return [index for index in indexes_in(folder) if parse_stem(index.stem)]
 
 
-def rows_of(index: File) -> tuple[int, int]:
+def rows_of(index: File) -> Range:
     """The rows [start, stop) that a shard's name says, or its index where somebody renamed it."""
     rows = parse_stem(index.stem)
     if rows is None:
@@ -184,7 +184,7 @@ def _may_be_empty(name: str) -> bool:
     return not name.endswith((".tar", ".json"))
 
 
-def _order(name: str) -> tuple[bool, tuple[int, int], str]:
+def _order(name: str) -> tuple[bool, Range, str]:
     rows = parse_stem(name[: -len(".json")])
     return rows is None, rows or (0, 0), name
 

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from qie.errors import ShardError
 from qie.families import FAMILIES
 from qie.recipe import LATER, STORED_AS, Recipe, canonical_json, normal_prompt
+from qie.shards.grid import Range
 from qie.shards.hashes import SHA256_BYTES
 from qie.shards.record import FORMAT_VERSION, Whole
 from qie.shards.tensors import tensor_bytes
@@ -146,7 +147,7 @@ class ShardIndex:
     this_sha256: str | None = field(default=None, compare=False)
 
     @property
-    def rows(self) -> tuple[int, int]:
+    def rows(self) -> Range:
         """[start, stop)."""
         return self.start, self.stop
 
@@ -225,7 +226,7 @@ def shard_stem(start: int, stop: int) -> str:
     return f"{start:08d}-{stop:08d}"
 
 
-def parse_stem(stem: str) -> tuple[int, int] | None:
+def parse_stem(stem: str) -> Range | None:
     """The range that a shard's name says; None of another name, as a shard may have that somebody renamed."""
     match = _STEM.fullmatch(stem)
     return (int(match[1]), int(match[2])) if match else None

@@ -312,24 +312,6 @@ def ends_of(numbers: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
     return np.flatnonzero(np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)]) + 1
 
 
-def missing_rows(rows: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Ranges [start, stop) of rows from 0 on that are in none of [shards, 2] ranges, though one is of later rows."""
-    rows = rows[np.lexsort(rows.T[::-1])]
-    ends = np.append(0, np.maximum.accumulate(rows[:, 1])[:-1])[: len(rows)]
-    places = np.flatnonzero(rows[:, 0] > ends)
-    return list(zip(ends[places].tolist(), rows[places, 0].tolist(), strict=True))
-
-
-def overlapping(rows: NDArray[np.int64]) -> tuple[int, int] | None:
-    """Two of [shards, 2] ranges [start, stop) that share a row; None if none do."""
-    order = np.arange(len(rows)) if (rows[1:, 0] >= rows[:-1, 0]).all() else np.lexsort(rows.T[::-1])
-    shared = rows[order[1:], 0] < rows[order[:-1], 1]
-    if not shared.any():
-        return None
-    place = int(np.argmax(shared))
-    return int(order[place]), int(order[place + 1])
-
-
 def _since(ends: NDArray[np.int64], position: int) -> NDArray[np.int64]:
     return ends[np.searchsorted(ends, position, "right") :] - position
 

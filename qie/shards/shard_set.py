@@ -27,10 +27,11 @@ from qie.shards.cache import ShardCache
 from qie.shards.compact_index import COMPACT_NAME, Compact, CompactShard, ManifestFolder, read_compact, write_compact
 from qie.shards.discovery import find_indexes, index_names, rows_of
 from qie.shards.excluded import excluded_keys
+from qie.shards.grid import Range, missing_rows, overlapping
 from qie.shards.hashes import NONE, missed
 from qie.shards.index import Entry, Skipped
 from qie.shards.reader import Shard, Tar, checked_sample
-from qie.shards.sample_table import Columns, GrowingTable, Table, missing_rows, overlapping
+from qie.shards.sample_table import Columns, GrowingTable, Table
 from qie.stages import Pipeline, Stage
 from qie.stores import File, Folder, StoreError, is_glob, open_folder
 from qie.types import Facts, Sample
@@ -363,7 +364,7 @@ class Compacted(NamedTuple):
     file: File
     shards: int
     samples: int
-    missing: list[tuple[int, int]]
+    missing: list[Range]
 
 
 def compact_folder(
@@ -440,7 +441,7 @@ def _require_parts_disjoint(parts: Iterable[OpenShards]) -> None:
             require_disjoint([(tars[number].file, (int(rows[number, 0]), int(rows[number, 1]))) for number in pair])
 
 
-def require_disjoint(shards: Iterable[tuple[File, tuple[int, int]]]) -> None:
+def require_disjoint(shards: Iterable[tuple[File, Range]]) -> None:
     """Raise ShardError when two shards of one folder, given by a file of each and its rows, hold the same rows."""
     for (first, mine), (second, theirs) in pairwise(sorted(shards, key=lambda one: (one[0].folder.url, one[1]))):
         if first.folder.url == second.folder.url and theirs[0] < mine[1]:

@@ -25,6 +25,7 @@ from typing import BinaryIO
 from qie.errors import ShardError
 from qie.paths import is_at, open_own
 from qie.recipe import Recipe
+from qie.shards.grid import Range
 from qie.shards.hashes import xxh3_128
 from qie.shards.index import (
     Entry,
@@ -189,7 +190,7 @@ class ShardWriter:
             self._tar_file.folder.delete(self._tar_file.name)
             raise self._overlap(rows)
 
-    def _overlap(self, rows: tuple[int, int]) -> ShardOverlapError:
+    def _overlap(self, rows: Range) -> ShardOverlapError:
         return ShardOverlapError(
             "another shard holds some of these rows",
             where=File(self.index_file.folder, f"{shard_stem(*rows)}.json"),
@@ -212,7 +213,7 @@ class ShardWriter:
             ) from error
 
 
-def remove_abandoned(folder: Folder, rows: tuple[int, int]) -> None:
+def remove_abandoned(folder: Folder, rows: Range) -> None:
     """Remove what killed runs left of shards that overlap `rows`: partial files, and tars without an index.
 
     What a run is writing is left to it. Other stores show nothing of an upload that was not completed.
@@ -234,7 +235,7 @@ def remove_abandoned(folder: Folder, rows: tuple[int, int]) -> None:
                     tar.unlink(missing_ok=True)
 
 
-def _overlapping(names: Iterable[str], rows: tuple[int, int]) -> set[tuple[int, int]]:
+def _overlapping(names: Iterable[str], rows: Range) -> set[Range]:
     """The rows of other shards, by the names of their files, that have some of `rows`."""
     stems = {parse_stem(name.partition(".")[0]) for name in names}
     return {stem for stem in stems if stem and stem != rows and stem[0] < rows[1] and rows[0] < stem[1]}

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from qie.errors import QieError
-from qie.precompute.ranges import Range, merged_ranges
 from qie.quantities import human_bytes, human_count
 from qie.recipe import Recipe
 from qie.shards.compact_index import Compact
 from qie.shards.discovery import find_indexes, gaps
 from qie.shards.excluded import read_excluded
+from qie.shards.grid import Range, merged_ranges
 from qie.shards.index import Entry, ShardIndex, Skipped, member_name, parse_stem, read_index
 from qie.shards.reader import Shard
 from qie.shards.shard_set import current_compact, require_disjoint

@@ -18,9 +18,9 @@ from itertools import chain
 from pydantic import TypeAdapter, ValidationError
 
 from qie.errors import QieError
-from qie.precompute.ranges import Range, merged_ranges
 from qie.shards.compact_index import COMPACT_NAME
 from qie.shards.discovery import index_names
+from qie.shards.grid import Range, merged_ranges
 from qie.shards.index import Skipped, parse_stem
 from qie.shards.record import Whole
 from qie.shards.shard_set import current_compact

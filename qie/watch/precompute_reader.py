@@ -12,9 +12,9 @@ from typing import Any
 
 from qie.errors import QieError
 from qie.precompute.progress import PROGRESS_FOLDER, PrecomputeRun, WorkerProgress, is_silent, read_progress
-from qie.precompute.ranges import Range, merged_ranges
 from qie.shards.discovery import index_names
 from qie.shards.excluded import read_excluded
+from qie.shards.grid import Range, merged_ranges
 from qie.shards.index import Skipped, parse_stem
 from qie.stores import Folder, open_folder
 from qie.watch.index_follower import IndexFollower

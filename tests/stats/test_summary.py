@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from qie.cli import stats
 from qie.errors import QieError
-from qie.precompute.ranges import merged_ranges
 from qie.shards.discovery import find_indexes
+from qie.shards.grid import merged_ranges
 from qie.stats import Summary, summarise
 from qie.stores import LocalFolder, StoreError
 from tests.builders import RECIPE_21, make_recipe, make_sample, make_sample_21, write_shard
