@@ -189,7 +189,16 @@ def source_specs(config: Config) -> list[SourceSpec]:
     layout = Layout.of(data.preset, _names(data.columns), data.root)
     if isinstance(data.source, list):
         specs = [
-            SourceSpec(part.source, part.name, part.weight, part.preset, _names(part.columns), part.root)
+            SourceSpec(
+                part.source,
+                part.name,
+                part.weight,
+                part.preset,
+                _names(part.columns),
+                part.root,
+                part.replace,
+                part.preserve,
+            )
             for part in data.source
         ]
         return with_concepts(specs, layout)

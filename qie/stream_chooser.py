@@ -484,9 +484,18 @@ class _Opening:
     ) -> Stream:
         """This process's part of the batches."""
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
-        prefetch, excluded = self.config.data.prefetch, self._excluded(samples)
+        preserved = frozenset(spec.title for spec in source_specs(self.config) if spec.preserve)
         return Stream(
-            samples, plans, rank, world_size, prefetch, threads, accepted=accepted, kept=kept, excluded=excluded
+            samples,
+            plans,
+            rank,
+            world_size,
+            self.config.data.prefetch,
+            threads,
+            accepted=accepted,
+            kept=kept,
+            excluded=self._excluded(samples),
+            preserved=preserved,
         )
 
     def _excluded(self, samples: Samples) -> frozenset[bytes]:

@@ -298,6 +298,7 @@ class Batch:
         rejected_latent: [B, C, 1, H, W]; None when a sample has none.
         image_slots: as of `Sample`: the same for all samples, which have one shape and one template.
         prompts: as they were encoded.
+        preserved: which samples are of a source that the model is to treat as before; nothing where no source is.
     """
 
     keys: tuple[str, ...]
@@ -316,6 +317,7 @@ class Batch:
     rejected_latent: torch.Tensor | None = None
     image_slots: tuple[int, ...] | None = None
     prompts: tuple[str, ...] = ()
+    preserved: tuple[bool, ...] = ()
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -175,6 +175,14 @@ class SourceConfig(Section):
     preset: PresetName | None = Field(None, description="As data.preset, for this source.")
     columns: ColumnsConfig = ColumnsConfig()
     root: Place | None = Field(None, description="As data.root, for this source.")
+    replace: dict[Annotated[str, Field(min_length=1)], str] = Field(
+        {}, description="Words of its prompts, and what stands in their place."
+    )
+    preserve: bool = Field(
+        False,
+        description="Train the model to keep what it did with these rows: its own prediction without the adapter is "
+        "learnt instead of their targets.",
+    )
 
 
 class AugmentConfig(Section):
@@ -248,6 +256,18 @@ class DataConfig(Section):
     max_image_px: Pixels = Field(
         MAX_AREA_PX, description="Refuse larger images. Pillow reads no image above the default."
     )
+
+    @property
+    def preserved(self) -> bool:
+        """Whether the base's own predictions are learnt of a source."""
+        return isinstance(self.source, list) and any(part.preserve for part in self.source)
+
+    @field_validator("source")
+    @classmethod
+    def _check_learnt(cls, source: Any) -> Any:
+        if isinstance(source, list) and source and all(part.preserve for part in source):
+            raise ValueError("all sources are preserved: one without preserve has to be learnt")
+        return source
 
     @model_validator(mode="after")
     def _check_sizes(self) -> DataConfig:
@@ -680,6 +700,17 @@ class LoggingConfig(Section):
     )
 
 
+def _require_base(model: ModelConfig, what: str) -> None:
+    """Raise ValueError unless the model without its adapter is the one that training begins with."""
+    if model.lora is None:
+        raise ValueError(f"{what} compares the model with itself without the adapter: it needs model.lora")
+    if model.lora.continue_from:
+        raise ValueError(
+            f"{what} compares the model with itself without model.lora: name the adapter to go on from in "
+            "model.adapters instead of model.lora.continue_from"
+        )
+
+
 class Config(Section):
     """The whole file."""
 
@@ -694,19 +725,23 @@ class Config(Section):
     predict: PredictConfig = PredictConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    @field_validator("data")
+    @classmethod
+    def _check_preserved(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
+        model = info.data.get("model")
+        if data.preserved and model:
+            _require_base(model, "preserve")
+        return data
+
     @field_validator("loss")
     @classmethod
     def _check_preference(cls, loss: LossConfig, info: ValidationInfo) -> LossConfig:
-        model, train = info.data.get("model"), info.data.get("train")  # none if they are refused themselves
+        model, train, data = (info.data.get(name) for name in ("model", "train", "data"))  # none if they are refused
         if not loss.of_pairs or not model or not train:
             return loss
-        if model.lora is None:
-            raise ValueError("flow_dpo compares the model with itself without the adapter: it needs model.lora")
-        if model.lora.continue_from:
-            raise ValueError(
-                "flow_dpo compares the model with itself without model.lora: name the adapter to go on from in "
-                "model.adapters instead of model.lora.continue_from"
-            )
+        _require_base(model, "flow_dpo")
+        if data and data.preserved:
+            raise ValueError("flow_dpo learns from pairs alone: no source may have preserve")
         if train.draws_per_sample > 1:
             raise ValueError("flow_dpo draws one noise for each pair: train.draws_per_sample has to be 1")
         if loss.weighting != "none":

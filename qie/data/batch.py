@@ -18,7 +18,9 @@ from qie.rooms import ALIGNMENT, ROOMS, copy_bits
 from qie.types import Batch, Sample
 
 
-def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = False) -> Batch:
+def collate(
+    samples: Sequence[Sample], planned: PlannedBatch, preserved: tuple[bool, ...] = (), *, pinned: bool = False
+) -> Batch:
     """The batch [B, ...] of B samples of one shape.
 
     Latents [C, 1, H, W] are stacked. Embeddings [L, D] are padded with zeros to the longest. A loss mask [H, W] that a
@@ -27,6 +29,7 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
     Args:
         samples: in the order of `planned`.
         planned: positions and weights.
+        preserved: see `Batch`.
         pinned: in page-locked memory, from which a GPU copies while the host continues. torch keeps such memory when a
             batch is gone, for the next one.
     """
@@ -62,6 +65,7 @@ def collate(samples: Sequence[Sample], planned: PlannedBatch, *, pinned: bool = 
         rejected_latent=rejected_latent,
         image_slots=_image_slots(samples),
         prompts=tuple(sample.prompt for sample in samples),
+        preserved=preserved,
     )
 
 

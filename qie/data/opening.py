@@ -51,8 +51,8 @@ def open_stream(
         cache: keeps remote shards on the local disk.
         keep: keeps samples in memory after their first use.
         progress: called with the number of rows looked at while raw rows are scanned.
-        settings: rank, world_size, prefetch and threads of a `Stream`, and fields of `PlanSettings`: seed, tail, order,
-            weights, validation_rows and others.
+        settings: rank, world_size, prefetch, threads and preserved of a `Stream`, and fields of `PlanSettings`: seed,
+            tail, order, weights, validation_rows and others.
 
     Raises:
         UsageError: nothing was found.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -208,6 +208,7 @@ class Stream(IterableDataset[Batch]):
         accepted: how the recipe of the samples differs from the configuration's, which its owner accepts; for reports.
         kept: keeps samples in memory after their first use; None reads them again.
         excluded: keys of samples that are left out; None for what `samples` says. All processes need the same.
+        preserved: names of sources that the model is to treat as before; its batches say which samples are theirs.
     """
 
     samples: Samples
@@ -220,6 +221,7 @@ class Stream(IterableDataset[Batch]):
     accepted: tuple[str, ...] = ()
     kept: KeptSamples | None = None
     excluded: frozenset[bytes] | None = None
+    preserved: frozenset[str] = frozenset()
     epoch: int = field(default=0, init=False)
     position: int = field(default=0, init=False)
 
@@ -230,6 +232,8 @@ class Stream(IterableDataset[Batch]):
         assert self.plans.global_batch_size % self.world_size == 0
         if self.excluded is None:
             self.excluded = self.samples.excluded
+        if self.preserved and self.plans.whole:
+            _require_preserved(self.samples, self.preserved)
 
     @classmethod
     def over(
@@ -243,6 +247,7 @@ class Stream(IterableDataset[Batch]):
         threads: int = 2,
         accepted: tuple[str, ...] = (),
         kept: KeptSamples | None = None,
+        preserved: Collection[str] = (),
         **settings: Any,
     ) -> Self:
         """The stream of samples that are all known.
@@ -253,7 +258,17 @@ class Stream(IterableDataset[Batch]):
         """
         require_rank(rank, world_size)
         plans = FixedPlans(samples, PlanSettings(batch_size * world_size, **settings))
-        return cls(samples, plans, rank, world_size, prefetch, threads, accepted=accepted, kept=kept)
+        return cls(
+            samples,
+            plans,
+            rank,
+            world_size,
+            prefetch,
+            threads,
+            accepted=accepted,
+            kept=kept,
+            preserved=frozenset(preserved),
+        )
 
     def __repr__(self) -> str:
         at = f"epoch {self.epoch}, position {self.position}, seed {self.plans.settings.seed}"
@@ -344,13 +359,20 @@ class Stream(IterableDataset[Batch]):
         """The batch of a plan's entry. Samples that lie in a store are asked for at once, by the pool `requests`."""
         positions = list(dict.fromkeys(planned.positions))
         if len(planned.positions) == 1 and not self.kept and not self.pinned:  # it need not be copied once more
-            return collate([self.samples.fetch(positions[0], own=True)], planned)
+            return collate([self.samples.fetch(positions[0], own=True)], planned, self._preserved(planned))
         if requests and len(positions) > 1 and self.samples.distant:
             asked = [submit(requests, self._fetch, position) for position in positions]
             fetched = dict(zip(positions, (request.result() for request in asked), strict=True))
         else:
             fetched = {position: self._fetch(position) for position in positions}
-        return collate([fetched[position] for position in planned.positions], planned, pinned=self.pinned)
+        samples = [fetched[position] for position in planned.positions]
+        return collate(samples, planned, self._preserved(planned), pinned=self.pinned)
+
+    def _preserved(self, planned: PlannedBatch) -> tuple[bool, ...]:
+        if not self.preserved:
+            return ()
+        columns = self.samples.columns
+        return tuple(columns.source_names[columns.sources[one]] in self.preserved for one in planned.positions)
 
     def _fetch(self, position: int) -> Sample:
         read = self.samples.fetch
@@ -458,6 +480,35 @@ class Stream(IterableDataset[Batch]):
 def require_rank(rank: int, world_size: int) -> None:
     if not 0 <= rank < world_size:
         raise UsageError("no such rank", expected=f"0 to {world_size - 1}", found=rank)
+
+
+def _require_preserved(samples: Samples, preserved: frozenset[str]) -> None:
+    """Raise UsageError when a preserved source has no sample, or one that is learnt, too; or when nothing is learnt."""
+    columns = samples.columns
+    for name in sorted(preserved - set(columns.source_names)):
+        raise UsageError(
+            f"no sample comes from the source {name!r}, which is to be preserved",
+            expected=f"one of {', '.join(map(repr, columns.source_names))}",
+            hint="name the sources as they were named when the shards were written",
+        )
+    numbers = [number for number, name in enumerate(columns.source_names) if name in preserved]
+    mine = np.isin(columns.sources, numbers)
+    if mine.all():
+        raise UsageError(
+            "all samples are of preserved sources",
+            expected="samples that are learnt",
+            found=", ".join(map(repr, columns.source_names)),
+        )
+    kept = {digest.tobytes() for digest in samples.digests[mine]}
+    if len(both := np.flatnonzero(~mine)[positions_of(samples.digests[~mine], kept)]):
+        first = int(both[0])
+        raise UsageError(
+            f"{len(both)} samples that are learnt are of a preserved source, too",
+            where=f"row {columns.rows[first]} of {columns.source_names[columns.sources[first]]!r}, and others",
+            expected="other prompts in a preserved source, such as by replace: {sks dog: dog}",
+            found="the same images with the same prompt",
+            hint="give each learnt prompt a word that replace finds",
+        )
 
 
 def short_hash(digests: np.ndarray) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,7 +18,7 @@ import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from torch.nn.functional import huber_loss, mse_loss, pad
 
-from qie.config import LossConfig
+from qie.config import Config, LossConfig
 from qie.errors import ConfigError, UsageError
 from qie.training.model.dual_stream import predict_target
 from qie.training.model.lora import without_trained
@@ -57,17 +57,22 @@ class Losses:
         sigmas: the noise levels of these losses, after the shift, [B·k] float32 on the model's device.
         weight: those of the batch, of each sample k times, [B·k] float32 on the model's device.
         rewards: of pairs, whose loss follows from them; None otherwise.
+        preserved: which are of preserved sources, [B·k] bool; None where there are no such sources.
     """
 
     loss: torch.Tensor
     sigmas: torch.Tensor
     weight: torch.Tensor
     rewards: Rewards | None = None
+    preserved: torch.Tensor | None = None
 
     @property
-    def of_pairs(self) -> tuple[torch.Tensor, ...]:
-        """The rewards of targets and of rejected ones; nothing where there are no pairs."""
-        return (self.rewards.target, self.rewards.rejected) if self.rewards else ()
+    def columns(self) -> torch.Tensor:
+        """For metrics, [B·k, 3] without gradients: loss, noise level and weight. Of pairs, [B, 5], with the rewards of
+        target and rejected one; with preserved sources, [B·k, 4]."""
+        pairs = (self.rewards.target, self.rewards.rejected) if self.rewards else ()
+        preserved = () if self.preserved is None else (self.preserved.float(),)
+        return torch.stack([self.loss.detach().float(), self.sigmas, self.weight, *pairs, *preserved], 1)
 
     @property
     def mean(self) -> torch.Tensor:
@@ -112,6 +117,7 @@ class Objective:
         patch: side of a token, in latent pixels.
         draws_per_sample: k. Several draws need a model whose text and controls do not see the target.
         loss_fn: takes the place of `flow_loss`, and of the fields of `section` that `require_plain` names.
+        together: several processes share the model's weights, so all of them have to call it equally often.
     """
 
     section: LossConfig
@@ -124,6 +130,7 @@ class Objective:
     patch: int = 2
     draws_per_sample: int = 1
     loss_fn: LossFunction | None = None
+    together: bool = False
 
     def draw(self, batch: Batch, step: int) -> NoiseDraws:
         """The random numbers of a batch: a function of seed, step and keys alone.
@@ -172,22 +179,30 @@ class Objective:
         if self.section.of_pairs:
             return self._pair_losses(model, batch, noise, sigmas, *prompt, draws.dropped_controls)
         noisy = add_noise(latent, noise, sigmas).to(self.dtype)
-        predicted = velocity(model, noisy, sigmas.to(self.dtype), batch, *prompt, draws.dropped_controls)
+
+        def predict() -> torch.Tensor:
+            return velocity(model, noisy, sigmas.to(self.dtype), batch, *prompt, draws.dropped_controls).float()
+
+        target, preserved = noise - latent, None
+        if batch.preserved:
+            preserved = torch.tensor(batch.preserved).repeat_interleave(draws_per_sample).to(self.device)
+        if preserved is not None and (any(batch.preserved) or self.together):
+            target = preserved_targets(model, target, preserved, predict)
+        predicted = predict()
         if self.loss_fn is not None:
-            return Losses(custom_loss(self.loss_fn, predicted, noise - latent, batch, sigmas), sigmas, weight)
+            return Losses(custom_loss(self.loss_fn, predicted, target, batch, sigmas), sigmas, weight)
         pixel_weight = self._pixel_weight(batch)
         if draws_per_sample > 1 and pixel_weight is not None:
             pixel_weight = pixel_weight.repeat_interleave(draws_per_sample, 0)
         loss = flow_loss(
             predicted,
-            latent,
-            noise,
+            target,
             sigmas,
             weighting=self.section.weighting,
             huber_delta=self.section.huber_delta if self.section.kind == "huber" else None,
             pixel_weight=pixel_weight,
         )
-        return Losses(loss, sigmas, weight)
+        return Losses(loss, sigmas, weight, preserved=preserved)
 
     def _pair_losses(
         self,
@@ -221,7 +236,7 @@ class Objective:
             given = prompt_embed, prompt_lengths, dropped_controls
             predicted = velocity(model, noisy, levels.to(self.dtype), batch, *given)
             each = None if weight is None else weight.repeat_interleave(2, 0)
-            return flow_loss(predicted, both, noise, levels, pixel_weight=each).view(-1, 2)
+            return flow_loss(predicted, noise - both, levels, pixel_weight=each).view(-1, 2)
 
         with torch.no_grad(), without_trained(model):
             reference = errors()
@@ -392,24 +407,24 @@ def add_noise(latent: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -
 
 def flow_loss(
     prediction: torch.Tensor,
-    latent: torch.Tensor,
-    noise: torch.Tensor,
+    target: torch.Tensor,
     sigmas: torch.Tensor,
     *,
     weighting: str = "none",
     huber_delta: float | None = None,
     pixel_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Loss of each sample, [B]: mean error against the velocity ε − x₀, in float32.
+    """Loss of each sample, [B]: mean error of a velocity, in float32.
 
     Args:
-        prediction, latent, noise: [B, C, 1, H, W].
+        prediction: [B, C, 1, H, W].
+        target: the velocity that it should be, as large: ε − x₀, but for preserved rows.
         sigmas: [B].
         weighting: none, sigma_sqrt or cosmap (arXiv:2403.03206).
         huber_delta: None for the squared error e²; else torch's Huber loss: e²/2, and δ(|e| − δ/2) where |e| > δ.
         pixel_weight: [B, H, W], 1 on average over each sample; see `mask_weight`.
     """
-    found, target = prediction.float(), noise.float() - latent.float()
+    found, target = prediction.float(), target.float()
     if huber_delta is None:
         error = mse_loss(found, target, reduction="none")
     else:
@@ -420,9 +435,29 @@ def flow_loss(
     return error.flatten(1).mean(1) * level_weight
 
 
-def require_plain(section: LossConfig) -> None:
+def preserved_targets(
+    model: torch.nn.Module, velocities: torch.Tensor, preserved: torch.Tensor, predict: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """The velocities to learn, where those of preserved samples are what the model predicts without the adapter that is
+    trained. So it keeps what it did with them.
+
+    This is the differential output preservation of ai-toolkit, whose preserved prompts are those of the learnt samples
+    with another word for the subject.
+
+    Args:
+        model: with its adapter.
+        velocities: ε − x₀, [n, C, 1, H, W] float32.
+        preserved: [n] bool.
+        predict: what the model predicts as it is, as large.
+    """
+    with torch.no_grad(), without_trained(model):
+        before = predict()
+    return torch.where(preserved.view(-1, *[1] * (velocities.ndim - 1)), before, velocities)
+
+
+def require_plain(config: Config) -> None:
     """Raise ConfigError when a setting is part of the loss that a loss function of the caller's replaces."""
-    plain = LossConfig()
+    section, plain = config.loss, LossConfig()
     for name in ("weighting", "kind", "mask_foreground_weight", "mask_background_weight"):
         if getattr(section, name) != getattr(plain, name):
             raise ConfigError(
@@ -432,6 +467,12 @@ def require_plain(section: LossConfig) -> None:
                 found=getattr(section, name),
                 hint="loss_fn gets noise levels and the batch with its masks: weight the errors there",
             )
+    if config.data.preserved:
+        raise ConfigError(
+            "loss_fn learns targets, and those of a preserved source are the model's own predictions",
+            where="data.source",
+            expected="sources without preserve",
+        )
 
 
 def custom_loss(

@@ -9,7 +9,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -39,7 +39,15 @@ from qie.training.model.sharding import TensorFiles, require_finite, whole
 from qie.training.model.trainable import TrainableModel
 from qie.training.objective import LossFunction, NoiseDraws, Objective, derive_seed, loss_name, require_plain
 from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
-from qie.training.reporting.metrics import Preference, Speed, StepMetrics, Validation, by_level, peak_memory_bytes
+from qie.training.reporting.metrics import (
+    Preference,
+    Speed,
+    StepMetrics,
+    Validation,
+    by_level,
+    mean_of,
+    peak_memory_bytes,
+)
 from qie.types import Batch
 
 SampleGenerator = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
@@ -102,8 +110,9 @@ class Run:
         check_optimizer(config.optimizer, config.lr_scheduler, accelerator.device, self.steps)
         require_null_prompts(stream, config.data.caption_dropout_rate)
         if loss_fn is not None:
-            require_plain(config.loss)
+            require_plain(config)
         require_pairs(config, stream)
+        require_preserved(config, stream)
         state = self._checked_state(resume_from, loss_fn)
         accepted()
         dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
@@ -111,7 +120,9 @@ class Run:
         self.optimizer = make_optimizer(config.optimizer, self.trainable.parameters)
         self.schedule = make_schedule(config.lr_scheduler, self.optimizer, self.steps)
         self._stepper = self.trainable.prepare(accelerator, self.optimizer)
-        self.objective = _objective(config, pretrained, accelerator.device, dtype, loss_fn)
+        self.objective = _objective(
+            config, pretrained, accelerator.device, dtype, loss_fn, together=self.trainable.sharded
+        )
         self.step, self.batches_done, self._nonfinite, self._unproved = 0, 0, 0, resume_from
         if resume_from and state:
             self.load_state_dict(state, resume_from)
@@ -159,7 +170,7 @@ class Run:
             flops += self._speed.flops(prepared.batch, base_passes=int(self.config.loss.of_pairs))
         self.position, self.batches_done = prepared.position, self.batches_done + parts
         grad_norm = self._clip()
-        losses, sigmas, weights, *rewards = self.accelerator.gather(torch.cat(rows)).cpu().unbind(1)
+        losses, sigmas, weights, *more = self.accelerator.gather(torch.cat(rows)).cpu().unbind(1)
         lr = float(self.schedule.get_last_lr()[0])
         self._update(finite=math.isfinite(grad_norm) and bool(torch.isfinite(losses).all()))
         if self._nonfinite >= section.max_nonfinite_steps:
@@ -178,15 +189,22 @@ class Run:
             data_wait_s=waited_s,
             peak_memory_bytes=peak_memory_bytes(self.accelerator.device),
             mfu=self._speed.mfu(flops, step_time_s),
-            preference=Preference.of(sigmas[counted], *(each[counted] for each in rewards)) if rewards else None,
+            **self._further(sigmas[counted], losses[counted], [each[counted] for each in more]),
         )
 
+    def _further(
+        self, sigmas: torch.Tensor, losses: torch.Tensor, more: Sequence[torch.Tensor]
+    ) -> dict[Literal["preference", "preserved_loss"], Any]:
+        """The metrics of what `Losses.columns` has besides loss, noise level and weight."""
+        if self.config.loss.of_pairs:
+            return {"preference": Preference.of(sigmas, *more)}
+        return {"preserved_loss": mean_of(losses[more[0] > 0])} if more else {}
+
     def _backward(self, prepared: PreparedBatch, parts: int) -> torch.Tensor:
-        """Add the gradients of one of `parts` batches; gives loss, noise level and weight of each draw, [B·k, 3]; of
-        pairs their rewards, too, [B, 5]."""
+        """Add the gradients of one of `parts` batches; gives the columns of `Losses`."""
         found = self.objective.losses(self.trainable.model, prepared.batch, prepared.draws)
         self.accelerator.backward(found.mean / parts)
-        return torch.stack([found.loss.detach(), found.sigmas, found.weight, *found.of_pairs], 1)
+        return found.columns
 
     def _clip(self) -> float:
         """Scale gradients longer than `max_grad_norm` down to it; gives their length before."""
@@ -223,6 +241,7 @@ class Run:
 
     def validate(self) -> Validation | None:
         """The loss on the rows kept out, the same in every process and for any number of them; None without rows.
+        Those of preserved sources have a loss of their own.
 
         Row i of n takes the noise level (i + ½)/n before the shift, and noise that never changes: the rows cover all
         levels, and two losses of a run differ only by what the model has learnt between them.
@@ -238,11 +257,12 @@ class Run:
                 number = turn * world + rank if turn * world + rank < total else 0
                 batch, level = self.stream.load(planned[number]), (number + 0.5) / total
                 found = self.objective.validation_losses(model, batch, level)
-                losses.append(self.accelerator.gather(torch.stack([found.loss.float(), *found.of_pairs], 1)))
-        rows, *of_pairs = torch.cat(losses)[:total].cpu().unbind(1)
+                losses.append(self.accelerator.gather(found.columns))
+        rows, _, _, *more = torch.cat(losses)[:total].cpu().unbind(1)
         levels = (torch.arange(total) + 0.5) / total
-        preference = Preference.of(levels, *of_pairs) if of_pairs else None
-        return Validation(float(rows.mean()), by_level(levels, rows), preference)
+        further = self._further(levels, rows, more)
+        learnt = more[0] == 0 if "preserved_loss" in further else torch.ones(total, dtype=torch.bool)
+        return Validation(float(rows[learnt].mean()), by_level(levels[learnt], rows[learnt]), **further)
 
     def sample_images(self, generate: SampleGenerator) -> Sequence[Image.Image]:
         """The sample images, in the main process. Where the model is spread over processes, all of them take part."""
@@ -359,6 +379,8 @@ def _objective(
     device: torch.device,
     dtype: torch.dtype,
     loss_fn: LossFunction | None,
+    *,
+    together: bool,
 ) -> Objective:
     return Objective(
         config.loss,
@@ -371,6 +393,7 @@ def _objective(
         patch=pretrained.family.patch,
         draws_per_sample=config.train.draws_per_sample,
         loss_fn=loss_fn,
+        together=together,
     )
 
 
@@ -396,6 +419,17 @@ def require_pairs(config: Config, stream: Stream) -> None:
             expected="a rejected target for each row: x_rejected.png, or data.columns.rejected",
             found=f"{samples.paired:,} of {len(samples.columns):,} samples have one",
             hint="leave the other rows out, or train with loss.kind: mse",
+        )
+
+
+def require_preserved(config: Config, stream: Stream) -> None:
+    """Raise ConfigError when sources are to be preserved of which the stream knows nothing."""
+    if config.data.preserved and not stream.preserved:
+        raise ConfigError(
+            "the stream preserves no source, and the configuration does",
+            where="data.source",
+            expected="a stream with preserved={…}, the names of these sources",
+            hint="qie.open_training_stream makes it from the configuration",
         )
 
 

@@ -116,7 +116,7 @@ def test_the_velocity_of_loss_0_leads_from_any_level_back_to_the_image() -> None
     """x_t − σ·v = x₀: what the sampler does with the prediction is what the loss teaches."""
     latent, noise, _ = flow(3)
     sigmas = torch.tensor([0.1, 0.5, 0.9])
-    assert flow_loss(noise - latent, latent, noise, sigmas).tolist() == [0.0, 0.0, 0.0]
+    assert flow_loss(noise - latent, noise - latent, sigmas).tolist() == [0.0, 0.0, 0.0]
     noisy = add_noise(latent, noise, sigmas)
     assert_close(noisy - sigmas.view(-1, 1, 1, 1, 1) * (noise - latent), latent, rtol=0, atol=1e-5)
     scheduler = FlowMatchEulerDiscreteScheduler()
@@ -140,7 +140,7 @@ def test_each_samples_loss_is_its_mean_error_by_kind_and_weighting(
     latent, noise, error = flow(4)
     error = error * torch.tensor([0.01, 0.1, 1.0, 10.0]).view(-1, 1, 1, 1, 1)
     sigmas = torch.tensor([0.001, 0.3, 0.5, 1.0])
-    found = flow_loss(noise - latent + error, latent, noise, sigmas, weighting=weighting, huber_delta=delta)
+    found = flow_loss(noise - latent + error, noise - latent, sigmas, weighting=weighting, huber_delta=delta)
     size = error.double().abs()
     each = size**2 if delta is None else torch.where(size <= delta, size**2 / 2, delta * (size - delta / 2))
     weights = torch.tensor([formula(sigma) for sigma in sigmas.tolist()]).double()
@@ -151,10 +151,10 @@ def test_each_samples_loss_is_its_mean_error_by_kind_and_weighting(
 @pytest.mark.parametrize("huber_delta", [None, 100.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_is_computed_in_float32_whatever_it_is_given(dtype: torch.dtype, huber_delta: float | None) -> None:
-    prediction, latent, noise = (latents(2, 16, 1, 32, 32, seed=seed).to(dtype) for seed in range(3))
-    found = flow_loss(prediction, latent, noise, torch.tensor([0.2, 0.8]), huber_delta=huber_delta)
+    prediction, target = (latents(2, 16, 1, 32, 32, seed=seed).to(dtype) for seed in range(2))
+    found = flow_loss(prediction, target, torch.tensor([0.2, 0.8]), huber_delta=huber_delta)
     assert found.dtype == torch.float32
-    exact = (prediction.double() - (noise.double() - latent.double())).square().flatten(1).mean(1)
+    exact = (prediction.double() - target.double()).square().flatten(1).mean(1)
     assert_close(found.double() * (1 if huber_delta is None else 2), exact, rtol=1e-5, atol=0)
 
 
@@ -162,13 +162,14 @@ def test_the_loss_is_computed_in_float32_whatever_it_is_given(dtype: torch.dtype
 def test_a_pixel_weight_of_1_changes_nothing_and_weights_count_where_they_are(huber_delta: float | None) -> None:
     latent, noise, prediction = flow(2)
     given = {"sigmas": torch.tensor([0.2, 0.8]), "huber_delta": huber_delta}
-    plain = flow_loss(prediction, latent, noise, **given)
-    assert torch.equal(flow_loss(prediction, latent, noise, pixel_weight=torch.ones(2, 4, 6), **given), plain)
+    target = noise - latent
+    plain = flow_loss(prediction, target, **given)
+    assert torch.equal(flow_loss(prediction, target, pixel_weight=torch.ones(2, 4, 6), **given), plain)
     weight = torch.zeros(2, 4, 6)
     weight[0, 1, 2] = weight[1, 3, 5] = 24.0
-    error = (prediction - (noise - latent)).square() / (1 if huber_delta is None else 2)
+    error = (prediction - target).square() / (1 if huber_delta is None else 2)
     expected = torch.stack([error[0, :, 0, 1, 2].mean(), error[1, :, 0, 3, 5].mean()])
-    assert_close(flow_loss(prediction, latent, noise, pixel_weight=weight, **given), expected)
+    assert_close(flow_loss(prediction, target, pixel_weight=weight, **given), expected)
 
 
 WEIGHT = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))
@@ -545,7 +546,7 @@ def test_a_moved_batch_is_in_the_models_precision_but_its_target_is_what_is_stor
 def test_huber_and_weighting_reach_the_loss_and_delta_only_that_of_huber() -> None:
     batch, given = batch_of(sample(0), sample(1)), {"huber_delta": 0.7, "weighting": "cosmap", "shift": "none"}
     draws = make_objective().draw(batch, 4)
-    parts = (torch.zeros_like(draws.noise), batch.pixel_latent, draws.noise, draws.sigmas)
+    parts = (torch.zeros_like(draws.noise), draws.noise - batch.pixel_latent, draws.sigmas)
     for kind, delta in (("huber", 0.7), ("mse", None)):
         found = make_objective(kind=kind, **given).losses(Still(), batch, draws).loss
         assert_close(found, flow_loss(*parts, weighting="cosmap", huber_delta=delta), rtol=1e-6, atol=0)

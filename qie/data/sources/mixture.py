@@ -26,6 +26,8 @@ class SourceSpec:
         name: its name in the mixture; the name of its file or folder when None.
         weight: how often its rows are drawn, relative to those of the others; sources only carry it.
         preset, columns, root: how it is read, see `open_source`.
+        replace: words of its prompts, and what stands in their place.
+        preserve: the model is to keep what it did with these rows before training; sources only carry it.
     """
 
     source: str
@@ -34,6 +36,8 @@ class SourceSpec:
     preset: str | None = None
     columns: Names | Mapping[str, object] | None = None
     root: str | None = None
+    replace: Mapping[str, str] | None = None
+    preserve: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
@@ -47,6 +51,11 @@ class SourceSpec:
             raise SourceError(
                 "the weight of a source is not a positive number", where=self.source, found=repr(self.weight)
             )
+        words = self.replace or {}
+        if not isinstance(words, Mapping) or not all(isinstance(one, str) for pair in words.items() for one in pair):
+            raise SourceError("words are replaced by words", where=self.source, found=repr(words))
+        if "" in words:
+            raise SourceError("no words are to be replaced", where=self.source, found=repr(dict(words)))
 
     @classmethod
     def of(cls, spec: str | Path | SourceSpec | Mapping[str, object]) -> SourceSpec:
@@ -76,6 +85,33 @@ class SourceSpec:
 
 
 @dataclass(frozen=True)
+class Reworded:
+    """The rows of a source, with other words in their prompts."""
+
+    source: Source
+    words: Mapping[str, str]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def name(self, index: int) -> str:
+        return self.source.name(index)
+
+    @property
+    def notes(self) -> list[str]:
+        return source_notes(self.source)
+
+    def read(self, index: int) -> Row:
+        row = self.source.read(index)
+        return replace(row, prompt=self._of(row.prompt), more_prompts=tuple(map(self._of, row.more_prompts)))
+
+    def _of(self, prompt: str) -> str:
+        for words, others in self.words.items():
+            prompt = prompt.replace(words, others)
+        return prompt
+
+
+@dataclass(frozen=True)
 class MixturePart:
     """A source in a mixture, its name there, and its weight."""
 
@@ -94,7 +130,10 @@ class Mixture:
     @classmethod
     def of(cls, sources: Sequence[tuple[SourceSpec, Source]]) -> Mixture:
         """A mixture of opened sources. Raises SourceError when there are none, or two have one name."""
-        parts = tuple(MixturePart(spec.title, spec.weight, source) for spec, source in sources)
+        parts = tuple(
+            MixturePart(spec.title, spec.weight, Reworded(source, dict(spec.replace)) if spec.replace else source)
+            for spec, source in sources
+        )
         if not parts:
             raise SourceError("the mixture has no sources")
         names = [part.name for part in parts]

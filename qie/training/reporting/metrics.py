@@ -71,6 +71,8 @@ class StepMetrics:
         peak_memory_bytes: the maximum that this process has held on its GPU, or in host memory without one.
         mfu: model FLOPs per second against what the GPUs can do; None when either is not known.
         preference: of pairs; None otherwise.
+        preserved_loss: mean over the samples of preserved sources, which is how far the model has gone from its base
+            there; part of `loss`. None without any.
     """
 
     step: int
@@ -86,30 +88,42 @@ class StepMetrics:
     peak_memory_bytes: int
     mfu: float | None
     preference: Preference | None = None
+    preserved_loss: float | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The texts beside a progress bar, the most important first."""
-        waiting = 100 * self.data_wait_s / self.step_time_s
+        found = [f"loss {self.loss:.4f}"]
         if self.preference:
-            right = f"right {100 * self.preference.accuracy:.0f} %"
-            return f"loss {self.loss:.4f}", right, f"waiting {waiting:.0f} %", f"{self.samples_per_s:.2f} samples/s"
-        return f"loss {self.loss:.4f}", f"waiting {waiting:.0f} %", f"{self.samples_per_s:.2f} samples/s"
+            found.append(f"right {100 * self.preference.accuracy:.0f} %")
+        if self.preserved_loss is not None:
+            found.append(f"preserved {self.preserved_loss:.4f}")
+        waiting = 100 * self.data_wait_s / self.step_time_s
+        return *found, f"waiting {waiting:.0f} %", f"{self.samples_per_s:.2f} samples/s"
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Mean loss over the rows, and over those in each quarter of the noise levels; None for a quarter without rows."""
+    """Mean loss over the rows, and over those in each quarter of the noise levels; None for a quarter without rows.
+
+    Rows of preserved sources are not among them: `preserved_loss` is theirs, None without any.
+    """
 
     loss: float
     loss_by_level: tuple[float | None, ...]
     preference: Preference | None = None
+    preserved_loss: float | None = None
 
 
 def by_level(levels: torch.Tensor, losses: torch.Tensor) -> tuple[float | None, ...]:
     """The mean of the losses [N] whose noise levels [N] lie in each part of (0, 1)."""
     parts = (levels * LEVELS).long().clamp(0, LEVELS - 1)
-    return tuple(float(losses[parts == part].mean()) if bool((parts == part).any()) else None for part in range(LEVELS))
+    return tuple(mean_of(losses[parts == part]) for part in range(LEVELS))
+
+
+def mean_of(losses: torch.Tensor) -> float | None:
+    """Of losses [N]; None of none."""
+    return float(losses.mean()) if len(losses) else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -227,9 +241,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _flat(numbers: StepMetrics | Validation) -> dict[str, Any]:
-    """By their names in metrics.jsonl; of preferences nothing where there are none."""
+    """By their names in metrics.jsonl; of preferences and preserved samples nothing where there are none."""
     values = asdict(numbers)
     del values["preference"]
+    if numbers.preserved_loss is None:
+        del values["preserved_loss"]
     return values | (numbers.preference.flat() if numbers.preference else {})
 
 

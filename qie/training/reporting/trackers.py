@@ -60,7 +60,7 @@ class Trackers:
 
     def validation(self, step: int, found: Validation) -> None:
         """Log the numbers of a validation."""
-        numbers: dict[str, float | None] = {"validation_loss": found.loss}
+        numbers = {"validation_loss": found.loss, "validation_preserved_loss": found.preserved_loss}
         preference = _preference("validation_", found.preference)
         self._log(step, numbers | _levels("validation_loss", found.loss_by_level) | preference)
 
