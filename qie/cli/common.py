@@ -129,6 +129,12 @@ def explained(command: Function) -> Function:
     return wrapper  # type: ignore[return-value]
 
 
+def command(function: Callable[..., None]) -> Command:
+    """A function and its options as a command: explained, with help at -h, too."""
+    made = click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+    return made(explained(function))
+
+
 @contextmanager
 def _heard() -> Iterator[None]:
     """Ctrl-C within an import ends the process. An exception might not: modules turn it into other errors, or none, and

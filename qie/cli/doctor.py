@@ -7,15 +7,14 @@ import sys
 
 import click
 
-from qie.cli.common import Command, explained, set_option
+from qie.cli.common import command, set_option
 from qie.cli.terminal import echo, tell_next
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@command
 @click.option("--config", "config_path", metavar="FILE", help="YAML configuration, whose model and places are checked.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @set_option
-@explained
 def main(config_path: str | None, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Check this machine and, with --config, the model, the rows and the folders or stores of a run.
 

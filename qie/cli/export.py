@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qie.cli.common import Command, FiniteRange, explained
+from qie.cli.common import FiniteRange, command
 from qie.cli.terminal import echo, tell_next
 
 if TYPE_CHECKING:
     from qie.training.model.adapter_file import Format
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@command
 @click.argument("checkpoint")
 @click.option("--output", required=True, metavar="FILE|FOLDER", help="FILE.safetensors, or with --merge a new folder.")
 @click.option("--format", "form", type=click.Choice(["comfyui", "diffusers"]), help="Of the file; default: comfyui.")
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 @click.option("--merge", is_flag=True, help="Write a transformer with the adapter merged into its weights.")
 @click.option("--model", metavar="MODEL", help="With --merge: the trained model, a folder or a name on the Hub.")
 @click.option("--scale", type=FiniteRange(-100, 100), help="With --merge: strength of the adapter; default: 1.")
-@explained
 def main(
     checkpoint: str,
     output: str,

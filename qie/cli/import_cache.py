@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from qie.cli.common import Command, explained, quiet_option
+from qie.cli.common import command, quiet_option
 from qie.cli.progress import Progress
 from qie.cli.terminal import echo, tell_next, warn
 
@@ -25,7 +25,7 @@ def _grids(_: click.Context, __: click.Parameter, given: tuple[str, ...] | str |
     return tuple(found)
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@command
 @click.argument("cache")
 @click.option("--output", required=True, metavar="DIR|URL", help="Where to write shards.")
 @click.option(
@@ -47,7 +47,6 @@ def _grids(_: click.Context, __: click.Parameter, given: tuple[str, ...] | str |
 @click.option("--dataset", metavar="PATH", help="The old dataset_path, for a cache without metadata.")
 @click.option("--shard-size", default=64, show_default=True, type=click.IntRange(1, 10**6), help="Rows per shard.")
 @quiet_option
-@explained
 def main(
     cache: str,
     output: str,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import click
 
-from qie.cli.common import Command, FiniteRange, explained
+from qie.cli.common import FiniteRange, command
 from qie.cli.terminal import echo, tell_next
 from qie.quantities import human_count
 
 OTHERWISE_GB = 24.0
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@command
 @click.option("--model", required=True, metavar="MODEL", help="A folder, or a name on the Hub.")
 @click.option("--source", required=True, metavar="SOURCE", help="Rows: a folder, a table, a dataset, tars.")
 @click.option(
@@ -22,7 +22,6 @@ OTHERWISE_GB = 24.0
 )
 @click.option("--output", default="config.yaml", show_default=True, metavar="FILE", help="The configuration to write.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@explained
 def main(model: str, source: str, vram: float | None, output: str, force: bool) -> None:
     """Look at some rows of SOURCE, and write a configuration that fits them, the model and the GPU's memory.
 

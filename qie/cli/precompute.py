@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from qie.cli.common import Command, JsonLog, config_option, explained, quiet_option, set_option, typed_again
+from qie.cli.common import JsonLog, command, config_option, quiet_option, set_option, typed_again
 from qie.cli.progress import Progress
 from qie.cli.terminal import echo, tell_next, tell_summary
-from qie.quantities import human_bytes, human_time
+from qie.quantities import human_bytes, human_count, human_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from qie.stores import Folder
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@command
 @config_option
 @click.option("--source", metavar="SOURCE", help="Rows to encode; default: data.source.")
 @click.option("--output", metavar="DIR|URL", help="Where to write shards; default: cache.cache_dir.")
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
 @click.option("--log", "log_path", metavar="FILE", help="Append progress to FILE as JSON lines.")
 @set_option
 @quiet_option
-@explained
 def main(
     config_path: str,
     source: str | None,
@@ -238,24 +237,23 @@ def _followed(run: Callable[..., Report], rows: int, progress: Progress, log: Js
 
 def _notes(report: Report) -> list[str]:
     """The notes after the progress: rows skipped, the busiest stage, bytes written, and the other stages."""
-    busy = f"shard{_s(report.shards_busy)} being written by another run"
-    counts = {"skipped": len(report.skipped), busy: report.shards_busy}
+    skipped = [f"{len(report.skipped)} skipped"] if report.skipped else []
+    busy = [f"{human_count(report.shards_busy, 'shard')} being written by another run"] if report.shards_busy else []
     written = [human_bytes(report.bytes_written)] if report.bytes_written else []
     stages = [
         f"{name} busy {100 * share:.0f} %"
         for name, load in sorted(report.loads.items(), key=lambda one: -one[1].share(report.seconds))
         if (share := load.share(report.seconds)) >= 0.01
     ]
-    return [*(f"{count} {what}" for what, count in counts.items() if count), *stages[:1], *written, *stages[1:]]
+    return [*skipped, *busy, *stages[:1], *written, *stages[1:]]
 
 
 def _print(report: Report, folder: object) -> None:
     echo(
-        f"{report.rows} row{_s(report.rows)}: {report.encoded} sample{_s(report.encoded)} encoded, "
-        f"{report.reused} reused, "
-        f"{len(report.skipped)} skipped; "
-        f"{report.shards_written} shard{_s(report.shards_written)} written ({human_bytes(report.bytes_written)}), "
-        f"{report.shards_kept} kept, in {folder}"
+        f"{human_count(report.rows, 'row')}: {human_count(report.encoded, 'sample')} encoded, "
+        f"{report.reused:,} reused, {len(report.skipped):,} skipped; "
+        f"{human_count(report.shards_written, 'shard')} written ({human_bytes(report.bytes_written)}), "
+        f"{report.shards_kept:,} kept, in {folder}"
     )
     if report.encoded and report.bottleneck:
         load = report.loads[report.bottleneck]
@@ -267,10 +265,6 @@ def _print(report: Report, folder: object) -> None:
         echo(f"{report.clipped} values were beyond FP16's range and were clipped; qie-stats says where")
     for note, count in report.notes.most_common():
         echo(f"note: {count} × {note}")
-
-
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"
 
 
 def _print_estimate(found: PrecomputeEstimate, recipe: Recipe) -> None:

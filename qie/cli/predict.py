@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, FiniteRange, config_option, explained, quiet_option, set_option
+from qie.cli.common import FiniteRange, command, config_option, quiet_option, set_option
 from qie.cli.progress import Progress
 from qie.cli.terminal import echo, warn
 
@@ -21,7 +21,7 @@ SIDE_MAX = 8192
 """Pixels of an image's side: more than any model of today was trained for."""
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@command
 @config_option
 @click.option(
     "--image",
@@ -70,7 +70,6 @@ SIDE_MAX = 8192
 )
 @set_option
 @quiet_option
-@explained
 def main(
     config_path: str,
     loras: tuple[str, ...],

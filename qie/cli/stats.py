@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import Command, explained, quiet_option, set_option
+from qie.cli.common import command, quiet_option, set_option
 from qie.cli.progress import Progress
 from qie.cli.terminal import echo
 from qie.quantities import human_bytes, human_count
@@ -40,7 +40,7 @@ class _Gallery(click.IntRange):
         return ALL if value in (ALL, "all") else int(super().convert(value, param, ctx))
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@command
 @click.argument("shards", nargs=-1, required=True)
 @click.option("--verify", is_flag=True, help="Read every sample as training would, and check every hash.")
 @click.option(
@@ -87,7 +87,6 @@ class _Gallery(click.IntRange):
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @quiet_option
-@explained
 def main(shards: tuple[str, ...], as_json: bool, quiet: bool, **options: Any) -> None:
     """Summarise SHARDS: folders, globs, or patterns with braces such as {a,b}/*.tar, paths or URLs.
 

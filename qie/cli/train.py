@@ -10,18 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qie.cli.common import (
-    Command,
-    FiniteRange,
-    config_option,
-    explained,
-    quiet_option,
-    set_option,
-    tell_interrupted,
-    typed_again,
-)
+from qie.cli.common import FiniteRange, command, config_option, quiet_option, set_option, tell_interrupted, typed_again
 from qie.cli.progress import Progress
 from qie.cli.terminal import Warnings, echo, tell_next, tell_summary
+from qie.quantities import human_count
 
 GENERATES = ("model.", "data.", "cache.compute_dtype", "predict.")
 """Beginnings of the keys of a configuration that count for what a trained model generates, too."""
@@ -39,7 +31,7 @@ if TYPE_CHECKING:
     from qie.training.run import SampleGenerator
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@command
 @click.argument("shards", nargs=-1)
 @config_option
 @click.option("--resume", metavar="DIR|latest", help="Resume from a checkpoint as if the run had never stopped.")
@@ -57,7 +49,6 @@ if TYPE_CHECKING:
 @click.option("--accept-recipe", is_flag=True, help="Train on shards whose recipe differs from the configuration's.")
 @set_option
 @quiet_option
-@explained
 def main(
     shards: tuple[str, ...],
     config_path: str,
@@ -162,7 +153,7 @@ def _train(
         )
     if main_process:
         state = "stopped" if outcome.interrupted else "done"
-        echo(f"{state} after {outcome.step} step{'s' * (outcome.step != 1)}; weights and state in {outcome.checkpoint}")
+        echo(f"{state} after {human_count(outcome.step, 'step')}; weights and state in {outcome.checkpoint}")
         _tell_next(config, outcome, accelerator.num_processes, quiet)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qie.cli.common import Command, explained
+from qie.cli.common import command
 from qie.cli.terminal import echo
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qie.watch.live_page import LivePage
 
 
-@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@command
 @click.argument("places", nargs=-1, required=True)
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="NAME", help="Address to serve the page on.")
 @click.option(
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 @click.option("--resume", "request", flag_value="resume", help="No page: let a run that holds go on.")
 @click.option("--checkpoint", "request", flag_value="checkpoint", help="No page: ask for a checkpoint after its step.")
 @click.option("--stop", "request", flag_value="stop", help="No page: ask the run to stop after a checkpoint.")
-@explained
 def main(
     places: tuple[str, ...],
     host: str,

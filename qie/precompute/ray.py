@@ -28,6 +28,7 @@ from qie.precompute.engine import Settings
 from qie.precompute.local import REPORT_EVERY_S, Opener, plan_shards
 from qie.precompute.progress import PrecomputeRun, withdraw
 from qie.precompute.ray_worker import News, Worker
+from qie.quantities import human_count
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
 from qie.shards.grid import Range, merged_ranges, shard_ranges
@@ -448,7 +449,7 @@ def _words(nodes: Sequence[Node]) -> str:
 
 
 def _resources(gpus: int, cpus: int) -> str:
-    return " and ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in ((gpus, "GPU"), (cpus, "CPU")))
+    return f"{human_count(gpus, 'GPU')} and {human_count(cpus, 'CPU')}"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from qie.config import Config
 from qie.data.stream import Stream
 from qie.pretrained import PretrainedModel
-from qie.quantities import human_bytes, human_number
+from qie.quantities import human_bytes, human_count, human_number
 from qie.training.memory import Setup, estimate, image_tokens, offloaded_bytes, recomputation
 from qie.training.model.blocks import offloaded_blocks
 
@@ -80,9 +80,8 @@ def _memory(setup: Setup, device: torch.device) -> str:
 def _steps(config: Config, stream: Stream, setup: Setup, steps: int) -> str:
     section, samples = config.train, len(stream.samples.columns) - len(stream.held_out)
     every_step = setup.batch_size * setup.processes * section.gradient_accumulation_steps
-    draws = f" in {setup.draws} draws" if setup.draws > 1 else ""
+    of = human_count(every_step, "sample") + (f" in {setup.draws} draws" if setup.draws > 1 else "")
     epochs = f", {steps * every_step / samples:.1f} epochs" if samples and stream.plans.whole else ""
-    of = f"{every_step} sample{'s' * (every_step > 1)}{draws}"
     validated = f"validated {_every(config.validation.every, steps)}, " if stream.validation_batches() else ""
     return f"{steps:,} of {of}{epochs}; {validated}saved {_every(section.checkpoint_every, steps)}"
 
