@@ -332,7 +332,8 @@ class _Opening:
                 "the shards hold no row of the current data.source",
                 where=self.where,
                 found=f"{len(stored)} samples of other rows",
-                hint="name the shards of this source, or train on these as they are: --set cache.trust_published=true",
+                hint="run qie-precompute again if the rows have changed; or name the shards of this source, or train "
+                "on these as they are: --set cache.trust_published=true",
             )
         if lacking:
             found = "there are no shards" if stored is None and not lost else f"the shards in {self.where} lack them"

@@ -53,11 +53,13 @@ def test_precompute_says_what_it_did_and_a_second_run_does_nothing(work: Path) -
 
 def test_precompute_counts_skipped_rows_in_summary_and_exit_code(work: Path, photos: Path, tmp_path: Path) -> None:
     shutil.copytree(photos, tmp_path / "rows")
-    next((tmp_path / "rows" / "control_images").glob("*.png")).unlink()
+    min((tmp_path / "rows" / "control_images").glob("*.png")).unlink()
     arguments = ["--config", work / "config.yaml", "--source", tmp_path / "rows", "--output", tmp_path / "shards"]
     result = run(precompute, *arguments, "--end-idx", 2, code=1)
     assert "2 rows: 1 sample encoded, 0 reused, 1 skipped" in result.stdout
-    assert "no control image" in result.stderr
+    assert "no control image" in result.stderr and "next: qie" in result.stderr
+    arguments += ["--output", tmp_path / "none", "--end-idx", 1]
+    assert "next: " not in run(precompute, *arguments, code=1).stderr, "there is nothing to train on"
 
 
 def test_stats_prints_the_same_summary_as_a_table_and_as_json(work: Path) -> None:

@@ -618,6 +618,7 @@ def test_0_batches_of_no_samples_say_so(weights: list[float] | None, order: str)
         with pytest.raises(UsageError, match="0 batches") as caught:
             plan_epoch(of(shapes), seed=0, epoch=0, global_batch_size=1, **settings)
         assert caught.value.found == "no samples"
+        assert ("why no row can be encoded" in str(caught.value.hint)) == (not shapes)
 
 
 # Rows for validation

@@ -65,6 +65,8 @@ def test_a_pair_s_record_grows_by_a_latent_and_a_row_without_one_stays_as_it_was
     with Image.open(io.BytesIO(row.target)) as target:
         small = (target.width // 2, target.height // 2)
     assert family_encoder.encode(replace(row, rejected=blurred(row.target, small))).shape == plain.shape
+    assert not family_encoder.encode(replace(row, rejected=blurred(row.target))).notes
+    assert "teaches nothing" in family_encoder.encode(replace(row, rejected=row.target)).notes[-1]
     for image, words in ((blurred(row.target, (50, 200)), "proportions"), (b"none", "the rejected target")):
         with pytest.raises(RowError, match=words):
             family_encoder.encode(replace(row, rejected=image))
@@ -74,7 +76,7 @@ def test_live_and_cached_batches_of_pairs_are_bit_identical(pairs: Path, family_
     read = assert_live_equals_cached(pairs, family_encoder, tmp_path / "shards", batch_size=2)
     assert all(batch.rejected_latent.shape == batch.pixel_latent.shape for batch in read)
     assert not any(torch.equal(batch.rejected_latent, batch.pixel_latent) for batch in read)
-    assert ShardSet.open(tmp_path / "shards").paired == 12
+    assert ShardSet.open(tmp_path / "shards").paired.sum() == 12
 
 
 def test_a_batch_has_rejected_targets_only_if_each_of_its_samples_has_one(
@@ -86,10 +88,19 @@ def test_a_batch_has_rejected_targets_only_if_each_of_its_samples_has_one(
         (image.parent / f"{image.stem}_rejected.png").write_bytes(blurred(image.read_bytes()))
     read = assert_live_equals_cached(mixed, encoder, tmp_path / "shards", batch_size=2)
     samples = ShardSet.open(tmp_path / "shards")
-    assert samples.paired == 5
+    assert samples.paired.sum() == 5
     paired = [[samples.facts(position).paired for position in batch.indices] for batch in read]
     assert {all(one) for one in paired} == {True, False}
     assert all((batch.rejected_latent is not None) == all(one) for batch, one in zip(read, paired, strict=True))
+
+
+def test_a_rejected_target_whose_target_is_missing_is_called_so(pairs: Path, tmp_path: Path) -> None:
+    lost = tmp_path / "lost"
+    shutil.copytree(pairs, lost)
+    target = sorted((lost / "training_images").glob("*_rejected.png"))[0].name.replace("_rejected", "")
+    (lost / "training_images" / target).unlink()
+    with pytest.raises(RowError, match="no control image; or this is a rejected target, and its target is missing"):
+        open_source(lost).read(0)
 
 
 def test_sources_find_rejected_targets_by_their_names_or_as_they_are_told(row: Row, tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ def main(
         )
         report = _followed(run, wanted[1] - wanted[0], progress, log)
     _print(report, folder)
-    _finish(report.skipped, lambda: _tell_next(folder, len(rows), quiet))
+    some = report.encoded or report.reused
+    _finish(report.skipped, lambda: _tell_next(folder, len(rows), quiet or not some))
 
 
 def _estimate(
@@ -124,7 +125,7 @@ def _estimate(
     with Progress("checking", wanted[1] - wanted[0], "rows", quiet=quiet) as progress:
         found = estimate_precompute(rows, encoder, folder, rows=wanted, settings=settings, progress=progress.at)
     _print_estimate(found, encoder.recipe)
-    again = typed_again("precompute", flags=["--dry-run"])
+    again, quiet = typed_again("precompute", flags=["--dry-run"]), quiet or not found.shapes
     _finish(
         found.skipped,
         lambda: tell_next(*again, quiet=quiet) if found.fresh else _tell_next(folder, len(rows), quiet),

@@ -143,7 +143,7 @@ class GrowingSamples:
         return self._there.masked
 
     @property
-    def paired(self) -> int:
+    def paired(self) -> NDArray[np.bool_]:
         return self._there.paired
 
     @property

@@ -226,8 +226,8 @@ class LiveSamples:
         return any(facts.masked for facts in self.known.facts)
 
     @property
-    def paired(self) -> int:
-        return sum(facts.paired for facts in self.known.facts)
+    def paired(self) -> NDArray[np.bool_]:
+        return np.array([facts.paired for facts in self.known.facts], np.bool_)
 
     @property
     def distant(self) -> bool:

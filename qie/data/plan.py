@@ -289,11 +289,12 @@ def no_batches(columns: Columns, counts: NDArray[np.int64], size: int) -> UsageE
     found = sorted((-count, shape) for count, shape in zip(counts.tolist(), shapes, strict=True) if count)
     named = [f"{-count} of {shape.in_pixels(columns.latent_scale)}" for count, shape in found[:_NAMED_SHAPES]]
     more = [f"and {len(found) - _NAMED_SHAPES} more shapes"] if len(found) > _NAMED_SHAPES else []
+    smaller = "lower data.batch_size, or set data.tail to pad"
     return UsageError(
         "0 batches: no shape has enough samples for one",
         expected=f"{size} samples of one shape",
         found=", ".join(named + more) or "no samples",
-        hint="lower data.batch_size, or set data.tail to pad",
+        hint=smaller if len(columns) else "qie-precompute --dry-run says why no row can be encoded",
     )
 
 

@@ -73,8 +73,8 @@ class Samples(Protocol):
         """Whether a sample has a loss mask."""
 
     @property
-    def paired(self) -> int:
-        """How many samples have a rejected target."""
+    def paired(self) -> NDArray[np.bool_]:
+        """[N]: whether a sample has a rejected target."""
 
     @property
     def distant(self) -> bool:
@@ -389,7 +389,7 @@ class Stream(IterableDataset[Batch]):
 
     def validation_batches(self) -> list[PlannedBatch]:
         """The rows that are kept out, each as it is (not its further variants), one per batch, by their keys."""
-        return [PlannedBatch((one,), (1.0,)) for one in self.plans.validation if not self._is_excluded(one)]
+        return [PlannedBatch((one,), (1.0,)) for one in self.plans.validation if not self.is_excluded(one)]
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream: two integers, and the identity of the plans that they are valid for."""
@@ -470,10 +470,11 @@ class Stream(IterableDataset[Batch]):
 
     def _without_excluded(self, planned: PlannedBatch) -> PlannedBatch | None:
         """A global batch without excluded samples; None if nothing is left of it."""
-        left = planned.without(self._is_excluded) if self.excluded else planned
+        left = planned.without(self.is_excluded) if self.excluded else planned
         return left if left.positions else None
 
-    def _is_excluded(self, position: int) -> bool:
+    def is_excluded(self, position: int) -> bool:
+        """Whether a sample is left out."""
         return bool(self.excluded) and self.samples.digests[position].tobytes() in (self.excluded or ())
 
 

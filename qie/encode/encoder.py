@@ -56,6 +56,9 @@ LATENTS_BYTES = 1 << 30
 VISION_BYTES = 1 << 30
 """Memory for vision features of controls: about 50 at 1024² in float32, 400 at 384² in bfloat16."""
 
+ALIKE = "the rejected target is the same picture as the target: the pair teaches nothing"
+"""A note."""
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -469,6 +472,7 @@ class Encoder:
             (null[prefix:], "the null prompt's embedding"),
             dtype=getattr(torch, family.prompt_dtype),
         )
+        alike = row.rejected is not None and torch.equal(row.target.values, row.rejected.values)
         return Sample(
             key=self.recipe.key(prepared.row),
             prompt=prepared.prompt,
@@ -485,7 +489,7 @@ class Encoder:
             thumbnail=prepared.thumbnail,
             image_slots=embeds.image_slots if family.interleaved else None,
             pictures=prepared.pictures,
-            notes=prepared.notes,
+            notes=(*prepared.notes, ALIKE) if alike else prepared.notes,
             pair=prepared.pair,
         )
 

@@ -199,9 +199,9 @@ class ShardSet:
         return bool(self.table.masked.any())
 
     @property
-    def paired(self) -> int:
-        """How many samples have a rejected target."""
-        return int(np.count_nonzero(self.table.paired))
+    def paired(self) -> NDArray[np.bool_]:
+        """[N]: whether a sample has a rejected target."""
+        return self.table.paired
 
     @cached_property
     def distant(self) -> bool:

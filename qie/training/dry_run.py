@@ -30,7 +30,7 @@ from qie.training.memory import (
 )
 from qie.training.model.blocks import offloaded_blocks
 from qie.training.roofline import step_time
-from qie.training.run import require_one_draw
+from qie.training.run import require_one_draw, require_pairs
 
 _PROMPT_TOKENS = 100
 """Of a prompt and its template, in a dry run without samples."""
@@ -163,9 +163,11 @@ def forecast(
     Raises:
         UsageError: no such GPU is known.
         ConfigError: the adapter does not fit the transformer, FSDP cannot spread its weights, or the family has no
-            several draws of a sample.
+            several draws of a sample; or preferences are to be learnt, and a sample has no rejected target.
     """
     require_one_draw(pretrained.family, config.train.draws_per_sample)
+    if stream is not None:
+        require_pairs(config, stream)
     tokens = _assumed(config, pretrained) if stream is None else largest(stream, pretrained.family.patch)
     setup = setup_of(config, pretrained, tokens, accelerator)
     place = _gpu(config, stream, accelerator.device, gpu, vram_gb)

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -49,6 +50,9 @@ from qie.training.reporting.metrics import (
     peak_memory_bytes,
 )
 from qie.types import Batch
+
+ROWS_TOLD = 8
+"""Of those that a run cannot learn from."""
 
 SampleGenerator = Callable[[QwenImageTransformer2DModel], Sequence[Image.Image]]
 """Generates the images of validation.samples with the model as it is."""
@@ -410,15 +414,21 @@ def require_one_draw(family: Family, draws_per_sample: int) -> None:
 
 
 def require_pairs(config: Config, stream: Stream) -> None:
-    """Raise ConfigError when preferences are to be learnt, and there is a sample without a rejected target."""
+    """Raise ConfigError when preferences are to be learnt, and a sample that is not excluded has no rejected target."""
     samples = stream.samples
-    if config.loss.of_pairs and stream.plans.whole and samples.paired < len(samples.columns):
+    if not (config.loss.of_pairs and stream.plans.whole):
+        return
+    lacking = [position for position in np.flatnonzero(~samples.paired).tolist() if not stream.is_excluded(position)]
+    if lacking:
+        rows = ", ".join(str(samples.columns.rows[position]) for position in lacking[:ROWS_TOLD])
+        more = " …" * (len(lacking) > ROWS_TOLD)
+        remedy = "exclude them with qie-stats" if samples.paired.any() else "encode pairs with qie-precompute"
         raise ConfigError(
             "samples have no rejected target, and loss.kind: flow_dpo learns from pairs alone",
             where="loss.kind",
             expected="a rejected target for each row: x_rejected.png, or data.columns.rejected",
-            found=f"{samples.paired:,} of {len(samples.columns):,} samples have one",
-            hint="leave the other rows out, or train with loss.kind: mse",
+            found=f"{len(lacking):,} of {len(samples.columns):,} samples have none: of rows {rows}{more}",
+            hint=f"{remedy}, or train with loss.kind: mse",
         )
 
 

@@ -21,12 +21,15 @@ from qie.data.sources import open_source
 from qie.errors import ConfigError, UsageError
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
+from qie.shards.excluded import EXCLUDED_NAME
 from qie.training.loop import train
 from qie.training.model.lora import add_lora, without_trained
 from qie.training.model.training_forward import use_training_forward
 from qie.training.objective import NoiseDraws, Objective, velocity
 from qie.training.reporting.metrics import METRICS_FILE, Preference, Speed, read_metrics
+from qie.training.run import require_pairs
 from qie.types import Row
+from tests.builders import make_sample, write_shard
 from tests.test_rejected import blurred
 from tests.training.adapters import randomise, transformer_of
 
@@ -198,5 +201,16 @@ def test_a_run_learns_from_pairs_tells_what_it_prefers_and_refuses_rows_without_
     )
     assert first["validation_preference_accuracy"] == 0.5 and first["validation_preference_margin"] == 0
     assert [line["step"] for line in steps] == [1, 2] and len(steps[0]["preference_margin_by_level"]) == 4
-    with pytest.raises(ConfigError, match=r"(?s)loss\.kind.*0 of 4 samples have one"):
+    with pytest.raises(ConfigError, match=r"(?s)loss\.kind.*4 of 4 samples have none: of rows 0, 1, 2, 3"):
         run(tmp_path / "rows", resume="latest")
+
+
+def test_rows_without_a_rejected_target_are_named_and_may_be_excluded(tmp_path: Path) -> None:
+    samples = [make_sample(row, paired=row != 1) for row in range(3)]
+    write_shard(tmp_path, samples)
+    tree = {"model": {"pretrained_model_name_or_path": "x"}, "loss": {"kind": "flow_dpo"}}
+    config = Config.model_validate(tree)
+    with pytest.raises(ConfigError, match=r"(?s)1 of 3 samples have none: of rows 1\n.*exclude them with qie-stats"):
+        require_pairs(config, open_stream(tmp_path))
+    (tmp_path / EXCLUDED_NAME).write_text(f"{samples[1].key}\n")
+    require_pairs(config, open_stream(tmp_path))

@@ -129,7 +129,7 @@ class FolderSource:
         assert target is not None
         controls = [image for number in range(len(self.controls)) for image in self._controls(number, stem)]
         if (prompt := self._prompt(stem)) is None:
-            raise RowError("no prompt", where=stem, expected=f"{File((self.prompts or self.targets).folder, stem)}.txt")
+            raise self._lacks("no prompt", stem, f"{File((self.prompts or self.targets).folder, stem)}.txt")
         prompts = [self._text(name) for name in self._more(self.more_prompts, stem, "prompt")]
         mask, rejected = self._beside(stem, "mask", self.masks), self._beside(stem, "rejected", self.rejected)
         return Row(
@@ -153,8 +153,15 @@ class FolderSource:
             names = [stem, *self._more(further, stem, "control")] if first else []
         if not names:
             expected = f"{File(place.folder, stem)}.png (or another image ending)"
-            raise RowError("no control image", where=stem, expected=expected)
+            raise self._lacks("no control image", stem, expected)
         return [image for name in names if (image := place.image(name))]
+
+    def _lacks(self, what: str, stem: str, expected: str) -> RowError:
+        """The error of a row that lacks something, perhaps because it is no row: what it would stand beside is gone."""
+        if self.preset is None and (beside := _BESIDE.fullmatch(stem)):
+            kind = {"mask": "mask", "rejected": "rejected target"}.get(beside[2], "control")
+            what += f"; or this is a {kind}, and its target is missing"
+        return RowError(what, where=stem, expected=expected)
 
     def _beside(self, stem: str, what: str, folder: ImageFolder | None) -> File | None:
         """A row's mask, or rejected target: in a folder of its own, or beside others."""
