@@ -24,6 +24,8 @@ SPIKE = 10.0
 """Times the usual gradient norm."""
 SPAN = 100
 """Steps that an alert looks back on."""
+LEARNT_MARGIN = 5.0
+"""The loss of such a pair is below 0.01."""
 LEAST_STEPS = 20
 LEAST_FREE_BYTES = 2 * 10**9
 CHECK_S = 10.0
@@ -92,6 +94,10 @@ def _of_steps(lines: MetricLines) -> Iterator[Alert]:
     if lost:
         text = f"{lost} of the last {last} steps had no finite loss, and changed nothing."
         yield Alert("loss", text, "A lower optimizer.init_args.lr, or mixed_precision: bf16, may help.")
+    margins = [margin for margin in lines.of_pairs["margin"][-SPAN:] if not math.isnan(margin)]
+    if margins and (margin := _sum(margins) / len(margins)) > LEARNT_MARGIN:
+        text = f"The margin of the last {last} steps is {margin:.3g}: such pairs teach nothing more."
+        yield Alert("margin", text, "More steps only lead away from the base: stop here, or raise loss.beta.")
     usual = [norm for norm in columns["grad_norm"][-5 * SPAN :] if not math.isnan(norm)]
     median = statistics.median(usual) if usual else 0.0
     for step, norm in list(zip(steps, columns["grad_norm"], strict=True))[-SPAN:]:
@@ -102,7 +108,12 @@ def _of_steps(lines: MetricLines) -> Iterator[Alert]:
 
 
 def _of_validations(run: Mapping[str, Any], lines: MetricLines) -> Iterator[Alert]:
-    last = [(step, loss) for step, loss, _ in lines.validations if not math.isnan(loss)][-RISES - 1 :]
+    rewards = [one.of_pairs["target_reward"] for one in lines.validations[-RISES:]]
+    if len(rewards) == RISES and all(reward < 0 for reward in rewards):
+        text = f"At {RISES} validations in a row the model predicted preferred targets worse than its base did"
+        advice = "The margin grows by what rejected targets lose. loss.supervised_weight holds preferred ones."
+        yield Alert("reward", f"{text}: their reward is {rewards[-1]:.3g}.", advice)
+    last = [(one.step, one.loss) for one in lines.validations if not math.isnan(one.loss)][-RISES - 1 :]
     losses = [loss for _, loss in last]
     if len(last) <= RISES or any(later <= earlier for earlier, later in pairwise(losses)):
         return

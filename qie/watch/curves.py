@@ -12,7 +12,7 @@ from qie.html_report.markup import Html, join, tag
 
 NARROW, WIDE, HEIGHT = 360, 520, 220
 """Of a drawing, in units that are about a pixel."""
-LEFT, RIGHT, TOP, BOTTOM = 54, 22, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 62, 22, 12, 40
 LEAST = 1e-8
 """Differences below it are not drawn: `round_ticks` writes so many digits."""
 POINTS = 240

@@ -7,15 +7,27 @@ import math
 import os
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 METRICS = "metrics.jsonl"
 COLUMNS = ("loss", "grad_norm", "lr", "samples_per_s", "step_time_s", "data_wait_s", "peak_memory_bytes", "mfu", "time")
+OF_PAIRS = ("accuracy", "margin", "target_reward", "rejected_reward")
+"""Of a run that learns from pairs, each behind `preference_`."""
 LEVELS = 4
-"""Losses are also told for this many parts of the noise levels."""
+"""Losses and margins are also told for this many parts of the noise levels."""
 MOST = 1e18
 """A number beyond it is none that a run has."""
 MOST_AT_ONCE_BYTES = 1 << 24
+
+
+class ValidationLine(NamedTuple):
+    """The numbers of a validation: NaN, or None, where there is none."""
+
+    step: int
+    loss: float
+    by_level: list[float | None]
+    of_pairs: dict[str, float]
+    margin_by_level: list[float | None]
 
 
 class MetricLines:
@@ -23,8 +35,8 @@ class MetricLines:
 
     Attributes:
         steps: of the lines of training steps. columns: their numbers, as many as there are steps.
-        levels: losses in each part of the noise levels.
-        validations: (step, loss, losses by level).
+        of_pairs: numbers of pairs, as many. has_pairs: whether there is any.
+        levels, margin_levels: losses, and margins of pairs, in each part of the noise levels.
         damaged: lines that are none of qie's.
     """
 
@@ -35,8 +47,9 @@ class MetricLines:
     def _forget(self) -> None:
         self.steps = array("q")
         self.columns = {name: array("d") for name in COLUMNS}
-        self.levels = [array("d") for _ in range(LEVELS)]
-        self.validations: list[tuple[int, float, list[float | None]]] = []
+        self.of_pairs, self.has_pairs = {name: array("d") for name in OF_PAIRS}, False
+        self.levels, self.margin_levels = ([array("d") for _ in range(LEVELS)] for _ in range(2))
+        self.validations: list[ValidationLine] = []
         self.damaged = 0
         self._at, self._file, self._rest = 0, (0, 0), b""
 
@@ -81,18 +94,26 @@ class MetricLines:
         self.steps.append(step)
         for name, column in self.columns.items():
             column.append(finite_number(values.get(name)))
-        for column, value in zip(self.levels, _numbers(values.get("loss_by_level")), strict=True):
-            column.append(math.nan if value is None else value)
+        for name, value in _of_pairs(values, "").items():
+            self.of_pairs[name].append(value)
+            self.has_pairs = self.has_pairs or not math.isnan(value)
+        parts = {"loss_by_level": self.levels, "preference_margin_by_level": self.margin_levels}
+        for name, levels in parts.items():
+            for column, part in zip(levels, _numbers(values.get(name)), strict=True):
+                column.append(math.nan if part is None else part)
 
     def _take_validation(self, step: int, values: dict[str, Any]) -> None:
-        while self.validations and self.validations[-1][0] >= step:
+        while self.validations and self.validations[-1].step >= step:
             self.validations.pop()
-        loss = finite_number(values["validation_loss"])
-        self.validations.append((step, loss, _numbers(values.get("validation_loss_by_level"))))
+        loss, of_pairs = finite_number(values["validation_loss"]), _of_pairs(values, "validation_")
+        losses, margins = (
+            _numbers(values.get(f"validation_{name}_by_level")) for name in ("loss", "preference_margin")
+        )
+        self.validations.append(ValidationLine(step, loss, losses, of_pairs, margins))
 
     def _drop_last(self) -> None:
         self.steps.pop()
-        for column in (*self.columns.values(), *self.levels):
+        for column in (*self.columns.values(), *self.of_pairs.values(), *self.levels, *self.margin_levels):
             column.pop()
 
 
@@ -101,6 +122,10 @@ def finite_number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MOST:
         return math.nan
     return float(value)
+
+
+def _of_pairs(values: dict[str, Any], before: str) -> dict[str, float]:
+    return {name: finite_number(values.get(f"{before}preference_{name}")) for name in OF_PAIRS}
 
 
 def _numbers(values: object) -> list[float | None]:

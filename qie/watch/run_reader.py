@@ -21,7 +21,7 @@ from typing import Any
 from qie.watch.alerts import told_alerts
 from qie.watch.curves import Curve, smoothed, thinned
 from qie.watch.live_page import LiveFacts
-from qie.watch.metric_lines import METRICS, MOST, MetricLines, finite_number
+from qie.watch.metric_lines import METRICS, MOST, MetricLines, ValidationLine, finite_number
 from qie.watch.run_pictures import RunPictures
 
 RUN_FILE, STATE_FILE, ADAPTER = "run.json", "state.json", "pytorch_lora_weights.safetensors"
@@ -81,9 +81,8 @@ class RunReader:
             "span": self._span,
             "recent": self._recent(step, steps),
             "curves": self._curves(),
-            "validations": [
-                {"step": at, "loss": _plain(loss), "by_level": levels} for at, loss, levels in self.lines.validations
-            ],
+            "of_pairs": self.lines.has_pairs,
+            "validations": [_told_validation(one) for one in self.lines.validations],
             "checkpoints": (checkpoints := self._checkpoints()),
             "adapter": bool(checkpoints) and (self.folder / checkpoints[-1]["name"] / ADAPTER).is_file(),
             "pictures": self.pictures.read(),
@@ -117,7 +116,7 @@ class RunReader:
 
     def _steps(self, told: dict[str, Any], config: dict[str, Any]) -> tuple[int, int | None]:
         found = [self.lines.steps[-1] if self.lines.steps else 0]
-        found += [at for at, _, _ in self.lines.validations[-1:]]
+        found += [one.step for one in self.lines.validations[-1:]]
         planned = told.get("steps")
         if planned is None:
             planned = _object(config.get("train")).get("max_steps")
@@ -131,6 +130,7 @@ class RunReader:
         waited, took = found.pop("data_wait_s"), found["step_time_s"]
         found["waiting"] = waited / took if waited is not None and took else None
         found["lr"] = _plain(columns["lr"][-1]) if self.lines.steps else None
+        found["accuracy"] = _mean(self.lines.of_pairs["accuracy"][-RECENT:])
         memory = [value for value in columns["peak_memory_bytes"] if not math.isnan(value)]
         found["peak_memory_bytes"] = max(memory, default=None)
         left = steps - step if steps is not None else None
@@ -158,6 +158,11 @@ class RunReader:
             found[f"loss_{number}"] = thinned("", lines.steps, smoothed(column, 2 * span))
         for name in ("grad_norm", "lr", "samples_per_s", "peak_memory_bytes", "mfu"):
             found[name] = thinned("", lines.steps, lines.columns[name], band=name not in ("lr", "peak_memory_bytes"))
+        if lines.has_pairs:
+            for name, values in lines.of_pairs.items():
+                found[name] = thinned("", lines.steps, smoothed(values, span))
+            for number, column in enumerate(lines.margin_levels):
+                found[f"margin_{number}"] = thinned("", lines.steps, smoothed(column, 2 * span))
         return {name: _plain_curve(curve) for name, curve in found.items()}
 
     def _checkpoints(self) -> list[dict[str, Any]]:
@@ -238,6 +243,12 @@ def _free(folder: Path) -> int | None:
 def _mean(values: Sequence[float]) -> float | None:
     there = [value for value in values if not math.isnan(value)]
     return sum(there) / len(there) if there else None
+
+
+def _told_validation(one: ValidationLine) -> dict[str, Any]:
+    of_pairs = {name: _plain(value) for name, value in one.of_pairs.items()}
+    loss = {"step": one.step, "loss": _plain(one.loss), "by_level": one.by_level}
+    return loss | of_pairs | {"margin_by_level": one.margin_by_level}
 
 
 def _plain(value: float) -> float | None:

@@ -8,6 +8,7 @@ from shlex import quote
 from typing import Any
 
 from qie.errors import UsageError
+from qie.html_report.charts import plain_number
 from qie.html_report.markup import Html, cut, foreign, join, panel, part_bar, table, tag
 from qie.quantities import human_bytes, human_count, human_time
 from qie.watch.controls import button, copied
@@ -144,6 +145,7 @@ def _tiles(run: RunFacts) -> list[Html]:
     tiles = [
         ("loss", _number(recent["loss"], ".4f"), f"mean of {human_count(span, 'step')}"),
         ("validation loss", _number(last.get("loss"), ".4f"), f"at step {last.get('step', 0):,}"),
+        *_accuracy(run),
         ("speed", _number(recent["samples_per_s"], ".3g"), "samples a second"),
         ("a step", _number(recent["step_time_s"], ".3g", " s"), f"mean of {human_count(span, 'step')}"),
         ("waiting for data", _number(recent["waiting"], ".1%"), "of the time"),
@@ -151,6 +153,15 @@ def _tiles(run: RunFacts) -> list[Html]:
         ("MFU", _number(recent["mfu"], ".1%"), "of what the GPU can do"),
     ]
     return [tag("div", tag("dt", name), tag("dd", value, tag("small", unit))) for name, value, unit in tiles if value]
+
+
+def _accuracy(run: RunFacts) -> list[tuple[str, str, str]]:
+    """The tile of pairs: of those that were held out, or else of the last steps."""
+    held_out = next((one for one in reversed(run["validations"]) if one["accuracy"] is not None), None)
+    if held_out:
+        return [("accuracy", f"{held_out['accuracy']:.0%}", f"of held-out pairs, at step {held_out['step']:,}")]
+    span = human_count(min(RECENT, max(run["count"], 1)), "step")
+    return [("accuracy", _number(run["recent"]["accuracy"], ".0%"), f"of the pairs of {span}")]
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
@@ -203,15 +214,17 @@ def _charts(runs: Sequence[RunFacts]) -> list[Html]:
             _curve(run["curves"][name], run["name"] if len(runs) > 1 else "", number) for number, run in enumerate(runs)
         ]
 
-    large = [_loss(runs, curves), _validation(runs)]
+    alone = runs[0] if len(runs) == 1 else None
+    large = [_loss(runs, curves), _validation(runs), *_preference(runs)]
     small = [
-        *(_by_level(runs[0]) if len(runs) == 1 else ()),
+        *(_rewards(alone) if alone and alone["of_pairs"] else ()),
+        *(_by_level(alone) if alone else ()),
         Chart("Learning rate", "", curves("lr"), number=_power, zero=True),
         Chart("Gradient norm", "before clipping", curves("grad_norm"), zero=True),
         Chart("Speed", "samples a second", curves("samples_per_s"), zero=True),
         Chart("Waiting for data", "part of a step", curves("waiting"), number=lambda part: f"{part:.3g}", zero=True),
         Chart("Memory", "the most so far", curves("peak_memory_bytes"), number=human_bytes, zero=True),
-        Chart("MFU", "of what the GPU can do", curves("mfu"), number=lambda part: f"{part:.0%}", zero=True),
+        Chart("MFU", "of what the GPU can do", curves("mfu"), number=_part, zero=True),
     ]
     last = max(run["step"] for run in runs)
     return [
@@ -250,31 +263,65 @@ def _place(count: int) -> str:
 
 
 def _validation(runs: Sequence[RunFacts]) -> Chart:
-    found = [
-        Curve(
-            run["name"] if len(runs) > 1 else "",
-            [one["step"] for one in run["validations"]],
-            [one["loss"] for one in run["validations"]],
-            kind=number % KINDS,
-            dots=len(run["validations"]) < 60,
-        )
-        for number, run in enumerate(runs)
-    ]
+    found = [_held_out(run, "loss", run["name"] if len(runs) > 1 else "", kind) for kind, run in enumerate(runs)]
     return Chart("Validation loss", "rows kept out of training", found)
 
 
-def _by_level(run: RunFacts) -> list[Chart]:
-    training = [_curve(run["curves"][f"loss_{number}"], name, number) for number, name in enumerate(LEVELS)]
+def _held_out(run: RunFacts, what: str, name: str, kind: int, level: int | None = None) -> Curve:
+    """A number of validations."""
     lines = run["validations"]
-    steps = [one["step"] for one in lines]
-    validation = [
-        Curve(name, steps, [one["by_level"][number] for one in lines], kind=number)
-        for number, name in enumerate(LEVELS)
-    ]
+    values = [one[what] if level is None else one[what][level] for one in lines]
+    return Curve(name, [one["step"] for one in lines], values, kind=kind % KINDS, dots=len(lines) < 60)
+
+
+def _by_level(run: RunFacts) -> list[Chart]:
+    charts = []
+    shown = [("margin", "margin_by_level", ("Margin", "Validation margin"))] if run["of_pairs"] else []
+    for what, levels, titles in (*shown, ("loss", "by_level", ("Loss", "Validation"))):
+        training = [_curve(run["curves"][f"{what}_{number}"], name, number) for number, name in enumerate(LEVELS)]
+        validation = [_held_out(run, levels, name, number, number) for number, name in enumerate(LEVELS)]
+        charts += [
+            Chart(f"{titles[0]} by noise level", f"mean of {human_count(2 * run['span'], 'step')}", training),
+            Chart(f"{titles[1]} by noise level", "", validation),
+        ]
+    return charts
+
+
+def _preference(runs: Sequence[RunFacts]) -> list[Chart]:
+    """What is preferred of pairs, in training and of those that were held out; of several runs one of the two."""
+    charts, learning = [], [(number, run) for number, run in enumerate(runs) if run["of_pairs"]]
+    held_out = any(one["accuracy"] is not None for _, run in learning for one in run["validations"])
+    for what, title, about in (
+        ("accuracy", "Accuracy", "pairs whose target has the larger reward"),
+        ("margin", "Margin", "the target's reward over the rejected one's"),
+    ):
+        number = _part if what == "accuracy" else plain_number
+        if len(runs) == 1 and learning:
+            smooth = _curve(runs[0]["curves"][what], f"mean of {human_count(runs[0]['span'], 'step')}", 0)
+            charts.append(Chart(title, about, [smooth, _held_out(runs[0], what, "held-out pairs", 1)], number))
+            continue
+        curves = [
+            _held_out(run, what, run["name"], kind) if held_out else _curve(run["curves"][what], run["name"], kind)
+            for kind, run in learning
+        ]
+        charts.append(Chart(title, "held-out pairs" if held_out else about, curves, number))
+    return charts
+
+
+def _rewards(run: RunFacts) -> list[Chart]:
+    """Of both targets: whether a margin grows because the model gets better at one, or worse at both."""
+    both = {"target_reward": ("target", 2), "rejected_reward": ("rejected", 4)}
+    training = [_curve(run["curves"][what], *named) for what, named in both.items()]
+    held_out = [_held_out(run, what, *named) for what, named in both.items()]
+    unit = f"mean of {human_count(run['span'], 'step')}"
     return [
-        Chart("Loss by noise level", f"mean of {2 * run['span']} steps", training),
-        Chart("Validation by noise level", "", validation),
+        Chart("Rewards", unit, training, zero=True),
+        Chart("Rewards of held-out pairs", "", held_out, zero=True),
     ]
+
+
+def _part(value: float) -> str:
+    return f"{value:.0%}"
 
 
 def _comparison(runs: Sequence[RunFacts]) -> Html:

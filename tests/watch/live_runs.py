@@ -38,8 +38,17 @@ def line(step: int, **values: Any) -> str:
     return json.dumps({"step": step, "epoch": 0} | usual | {"time": NOW + 2 * step} | values) + "\n"
 
 
-def validation(step: int, loss: float) -> str:
-    return json.dumps({"step": step, "validation_loss": loss, "validation_loss_by_level": [loss] * 4}) + "\n"
+def validation(step: int, loss: float, **values: Any) -> str:
+    found = {"step": step, "validation_loss": loss, "validation_loss_by_level": [loss] * 4}
+    return json.dumps(found | {f"validation_{name}": value for name, value in values.items()}) + "\n"
+
+
+def of_pairs(target: float, rejected: float) -> dict[str, Any]:
+    """What a line has of pairs with these rewards."""
+    margin = target - rejected
+    found = {"accuracy": 0.75, "margin": margin, "target_reward": target, "rejected_reward": rejected}
+    found["margin_by_level"] = [margin, None, margin, margin]
+    return {f"preference_{name}": value for name, value in found.items()}
 
 
 def write_run(folder: Path, steps: int = 40, state: str = "training", **config: Any) -> Path:

@@ -17,7 +17,7 @@ from qie.watch.differences import differing
 from qie.watch.run_pictures import RunPictures
 from qie.watch.run_reader import RunReader, is_run
 from qie.watch.training_page import training_page
-from tests.watch.live_runs import NOW, line, validation, write_picture, write_run
+from tests.watch.live_runs import NOW, line, of_pairs, validation, write_picture, write_run
 
 
 def reader(run: Path, after_s: float = 100.0) -> RunReader:
@@ -57,7 +57,8 @@ def test_whatever_a_file_says_is_shown_or_left_out(tmp_path: Path) -> None:
         for name in ("state.json", "run.json"):
             told = dict.fromkeys(("config", "samples", "devices", "finished", "time", "pid", "steps", "error"), value)
             (run / name).write_text(json.dumps(told | {"state": "training"}))
-        lines = [json.dumps(dict.fromkeys(json.loads(line(1)), value) | {"step": step}) for step in (1, 2)]
+        names = json.loads(line(1, **of_pairs(1, 0)))
+        lines = [json.dumps(dict.fromkeys(names, value) | {"step": step}) for step in (1, 2)]
         checks = [json.dumps({"step": 2, "validation_loss": value, "validation_loss_by_level": value})]
         (run / "metrics.jsonl").write_text("\n".join([*lines, *checks]) + "\n")
         page = training_page([run])
@@ -159,6 +160,29 @@ def test_alerts_are_told_in_words_with_their_figures(tmp_path: Path) -> None:
     assert "checkpoint-000004" in found[-1]["advice"]
     changed(run, state="failed", error="the loss is not finite")
     assert alerts(run)["failed"] == "The run failed: the loss is not finite"
+
+
+def test_a_run_of_pairs_shows_what_it_prefers_and_tells_when_it_only_leaves_its_base(tmp_path: Path) -> None:
+    plain, run = write_run(tmp_path / "plain"), write_run(tmp_path / "run")
+    checks = [validation(step, 0.1, **of_pairs(-reward, -3.0)) for step, reward in ((10, 0.5), (20, 0.25), (30, 1.5))]
+
+    def facts(target: float, rejected: float) -> dict[str, Any]:
+        steps = [line(step, **of_pairs(target, rejected)) for step in range(1, 41)]
+        (run / "metrics.jsonl").write_text("".join(steps + checks))
+        return training_page([run]).facts()
+
+    calm = facts(1.0, -1.0)["runs"][0]
+    assert [alert["kind"] for alert in calm["alerts"]] == ["reward"]
+    assert calm["curves"]["margin"]["values"][-1] == 2.0 and calm["curves"]["margin_1"]["values"] == [None] * 40
+    assert calm["validations"][-1]["target_reward"] == -1.5 and calm["recent"]["accuracy"] == 0.75
+    checks[1] = validation(20, 0.1, **of_pairs(0.25, -3.0))
+    told = {alert["kind"]: alert["text"] for alert in facts(-1.0, -7.5)["runs"][0]["alerts"]}
+    assert told == {"margin": "The margin of the last 40 steps is 6.5: such pairs teach nothing more."}
+    titles = ["Accuracy", "Margin", "Rewards", "Rewards of held-out pairs", "Margin by noise level"]
+    for runs, shown in (([run], titles), ([run, plain], titles[:2]), ([plain], [])):
+        page = training_page(runs)
+        parts = page.render(page.facts())["curves"]
+        assert [title for title in titles if f"<h3>{title}<" in parts] == shown
 
 
 def test_a_disk_that_has_no_room_for_two_checkpoints_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
