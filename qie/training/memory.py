@@ -132,7 +132,7 @@ class Setup:
         controls: the number of images, of equal size, that the other image tokens belong to.
         draws: so many noisy ones of each target share its text and controls.
         targets: of a sample: 2 of a pair.
-        base_passes: forward passes of the base for each step, without gradient.
+        base_passes: forward passes of the base for each sample, without gradient.
         batch_size: per process.
         value_bytes: 2 or 4 for a number in a computation, and for a frozen weight that is not quantised.
         fp8_compute: most layers that are quantised to fp8 compute in it, too; memory does not depend on it.
@@ -153,7 +153,7 @@ class Setup:
     controls: float = 1.0
     draws: int = 1
     targets: int = 1
-    base_passes: int = 0
+    base_passes: float = 0
     batch_size: int = 1
     value_bytes: int = 2
     quantize: Quantization | None = None
@@ -244,6 +244,14 @@ def image_tokens(shape: Shape, patch: int) -> tuple[int, int, int]:
     return target + sum(controls), target, len(controls)
 
 
+def _base_passes(config: Config) -> float:
+    """One for a pair, and for a sample that is preserved, as often as one is drawn."""
+    if config.loss.of_pairs or not isinstance(config.data.source, list):
+        return float(config.loss.of_pairs)
+    preserved = sum(one.weight for one in config.data.source if one.preserve)
+    return preserved / sum(one.weight for one in config.data.source)
+
+
 def setup_of(config: Config, pretrained: PretrainedModel, tokens: Tokens, accelerator: Accelerator) -> Setup:
     """What `plan_memory` gives, for samples of at most so many tokens.
 
@@ -275,7 +283,7 @@ def setup_of(config: Config, pretrained: PretrainedModel, tokens: Tokens, accele
         controls=tokens.controls,
         draws=section.draws_per_sample,
         targets=2 if config.loss.of_pairs else 1,
-        base_passes=int(config.loss.of_pairs),
+        base_passes=_base_passes(config),
         batch_size=config.data.batch_size,
         value_bytes=2 if section.mixed_precision == "bf16" else 4,
         quantize=model.quantize,

@@ -171,7 +171,7 @@ class Run:
             with nullcontext() if part == parts - 1 else self.accelerator.no_sync(self.trainable.model):
                 rows.append(self._backward(prepared, parts))
             keys.extend(key for key in prepared.batch.keys for _ in range(section.draws_per_sample))
-            flops += self._speed.flops(prepared.batch, base_passes=int(self.config.loss.of_pairs))
+            flops += self._speed.flops(prepared.batch, base_passes=self._base_passes(prepared.batch))
         self.position, self.batches_done = prepared.position, self.batches_done + parts
         grad_norm = self._clip()
         losses, sigmas, weights, *more = self.accelerator.gather(torch.cat(rows)).cpu().unbind(1)
@@ -195,6 +195,10 @@ class Run:
             mfu=self._speed.mfu(flops, step_time_s),
             **self._further(sigmas[counted], losses[counted], [each[counted] for each in more]),
         )
+
+    def _base_passes(self, batch: Batch) -> float:
+        """The model is also asked without its adapter for both targets of a pair, and for preserved samples."""
+        return 1 if self.config.loss.of_pairs else sum(batch.preserved) / len(batch)
 
     def _further(
         self, sigmas: torch.Tensor, losses: torch.Tensor, more: Sequence[torch.Tensor]

@@ -194,6 +194,15 @@ def test_the_card_tells_which_adapters_and_which_vae_the_model_had_in_training()
     assert not re.search(r"^\| (adapters|VAE)", card_text(report(), on_hub=True), re.MULTILINE)
 
 
+def test_the_card_tells_that_preferences_were_learnt_and_how_many_held_out_pairs_are_right() -> None:
+    accuracies = ((0, 0.5), (200, 0.75), (400, 0.875))
+    loss = {"kind": "flow_dpo", "beta": 500, "supervised_weight": 0.5}
+    told = card_text(report(config(loss=loss), validation_accuracies=accuracies), on_hub=True)
+    assert "by Flow-DPO with β = 500, with 0.5 × the error of the preferred |" in told
+    assert "| held-out pairs whose target is preferred | 50% at step 0 → 88% at step 400 |" in told
+    assert not re.search("Flow-DPO|held-out", card_text(report(), on_hub=True))
+
+
 def test_the_card_tells_losses_and_leaves_out_what_is_not_known() -> None:
     card = card_text(report(), on_hub=True)
     assert "1.5000 at step 0 → 0.2500 at step 400" in card
@@ -205,7 +214,10 @@ def test_the_card_tells_losses_and_leaves_out_what_is_not_known() -> None:
 
 
 def test_run_json_round_trips_but_for_a_loss_that_is_no_number(tmp_path: Path) -> None:
-    told = [report(), report(final_loss=None, finished="2026-11-20T11:00:00+00:00", validation_losses=())]
+    told = [
+        report(validation_accuracies=((0, 0.5),)),
+        report(final_loss=None, finished="2026-11-20T11:00:00+00:00", validation_losses=()),
+    ]
     for given, found in [*zip(told, told, strict=True), (report(final_loss=float("nan")), report(final_loss=None))]:
         write_run(tmp_path, given)
         assert read_run(tmp_path) == found

@@ -189,6 +189,12 @@ def test_without_samples_their_sizes_follow_from_the_configuration(told, family:
     assert found.samples is None
 
 
+def test_a_forecast_counts_the_base_s_passes_for_pairs_and_as_often_as_preserved_rows_are_drawn(told) -> None:
+    sources = "data.source=[{source: a, weight: 3}, {source: b, preserve: true}]"
+    setups = [told(one).setup for one in ("loss.kind=flow_dpo", sources, "data.source=a")]
+    assert [(one.base_passes, one.targets) for one in setups] == [(1, 2), (0.25, 1), (0, 1)]
+
+
 def test_a_forecast_reads_like_this(released: Setup) -> None:
     setup = replace(released, quantize="fp8", offload_blocks=20, kept=KeptActivations(10, 5), batch_size=2)
     gpu = Gpu("H100", H100, 80e9, 72e9)

@@ -71,6 +71,7 @@ class RunReport:
         steps: optimizer steps done.
         final_loss: training loss of the last of them.
         validation_losses: (step, loss), in their order.
+        validation_accuracies: of pairs, the same: (step, part whose target is preferred).
         checkpoints: their folders' names, in their order.
         peak_memory_bytes: the maximum that one device held; None where that is not known.
         samples_per_s: of all processes, waiting for data included.
@@ -98,6 +99,7 @@ class RunReport:
     samples_per_s: float | None
     accepted: tuple[str, ...] = ()
     most_controls: int = 1
+    validation_accuracies: tuple[tuple[int, float], ...] = ()
 
 
 class Reporter:
@@ -139,15 +141,20 @@ class Reporter:
             finished=_now() if ended else None,
             steps=step,
             final_loss=steps[-1]["loss"] if steps else None,
-            validation_losses=tuple(
-                (line["step"], line["validation_loss"]) for line in lines if line.get("validation_loss") is not None
-            ),
+            validation_losses=_of_validations(lines, "loss"),
+            validation_accuracies=_of_validations(lines, "preference_accuracy"),
             checkpoints=(),
             peak_memory_bytes=max((line["peak_memory_bytes"] for line in steps), default=None),
             samples_per_s=sum(line["samples"] for line in steps) / took_s if took_s else None,
             accepted=self._stream.accepted,
             most_controls=max((len(shape.controls) for shape in self._stream.samples.columns.shape_names), default=0),
         )
+
+
+def _of_validations(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
+    """A number of each validation that has it, with its step."""
+    found = ((line["step"], line.get(f"validation_{name}")) for line in lines)
+    return tuple((step, value) for step, value in found if value is not None)
 
 
 def _started(output_dir: Path) -> str:
@@ -209,9 +216,11 @@ def read_run(folder: Path) -> RunReport:
     """
     try:
         values = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
-        values = {"accepted": (), "most_controls": 1} | values  # which earlier versions did not write
+        # Which earlier versions did not write.
+        values = {"accepted": (), "most_controls": 1, "validation_accuracies": ()} | values
         values = {field.name: values[field.name] for field in fields(RunReport)}
-        values["validation_losses"] = tuple((int(step), loss) for step, loss in values["validation_losses"])
+        for name in ("validation_losses", "validation_accuracies"):
+            values[name] = tuple((int(step), value) for step, value in values[name])
         return RunReport(**values | {name: tuple(values[name]) for name in ("devices", "checkpoints", "accepted")})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise QieError("the run's report cannot be read", where=folder / RUN_FILE, found=repr(error)) from error
@@ -315,15 +324,19 @@ def _usage(report: RunReport) -> str:
 
 def _facts(report: RunReport) -> dict[str, str]:
     """The table's rows: the known values."""
-    losses = dict([*report.validation_losses[:1], *report.validation_losses[-1:]]).items()
+    losses, accuracies = (
+        dict([*found[:1], *found[-1:]]).items() for found in (report.validation_losses, report.validation_accuracies)
+    )
     model = report.config.get("model") or {}
     known = {
         "adapters to load beside it": _adapters(model, train_only=False),
         "adapters of training alone": _adapters(model, train_only=True),
         "VAE": _code(model["vae"]) if model.get("vae") else "",
+        "trained on": _preference(report.config.get("loss") or {}),
         "steps": report.steps,
         "training loss, last step": _number(report.final_loss, ".4f"),
         "validation loss": " → ".join(f"{loss:.4f} at step {step}" for step, loss in losses),
+        "held-out pairs whose target is preferred": " → ".join(f"{part:.0%} at step {at}" for at, part in accuracies),
         "samples": report.samples,
         "data": _code(report.data_digest),
         "recipe": _code(report.recipe_digest),
@@ -335,6 +348,14 @@ def _facts(report: RunReport) -> dict[str, str]:
         "versions": ", ".join(f"{name} {number}" for name, number in report.versions.items()),
     }
     return {name: str(value) for name, value in known.items() if value not in (None, "")}
+
+
+def _preference(loss: Mapping[str, Any]) -> str:
+    """What a run learnt that had pairs of targets; nothing of another."""
+    if loss.get("kind") != "flow_dpo":
+        return ""
+    beside = f", with {loss['supervised_weight']:g} × the error of the preferred" if loss["supervised_weight"] else ""
+    return f"pairs of a preferred and a rejected target, by Flow-DPO with β = {loss['beta']:g}{beside}"
 
 
 def _adapters(model: Mapping[str, Any], *, train_only: bool) -> str:
