@@ -252,7 +252,12 @@ def open_predictor(config: Config, lora: str | Path | None = None, transformer: 
     pretrained = open_model(config, (*ENCODERS, "transformer", "scheduler"))
     trained = open_transformer(Path(transformer), pretrained) if transformer else None
     if adapters:
-        check_adapters(empty_transformer(trained or pretrained), adapters, "the adapter, or model.adapters")
+        check_adapters(
+            empty_transformer(trained or pretrained),
+            adapters,
+            "the adapter, or model.adapters",
+            quantize=model.quantize,
+        )
     return Predictor(
         pretrained,
         inference_encoder(config, pretrained, vae_device, text_device),

@@ -746,6 +746,11 @@ class Config(Section):
             raise ValueError("flow_dpo draws one noise for each pair: train.draws_per_sample has to be 1")
         if loss.weighting != "none":
             raise ValueError("flow_dpo weighs all noise levels alike: loss.weighting has to be none")
+        if model.lora and model.lora.lora_dropout:
+            raise ValueError(
+                "flow_dpo compares the errors of two targets, of which dropout changes each by itself: "
+                "model.lora.lora_dropout has to be 0"
+            )
         return loss
 
     @field_validator("train")

@@ -186,6 +186,8 @@ def identity(config: Config, pretrained: PretrainedModel, loss_fn: str | None = 
         "optimizer": {name: value for name, value in tree["optimizer"].items() if name != "lr_pattern" or value},
         "lr_scheduler": tree["lr_scheduler"],
         "loss_fn": loss_fn,  # which checkpoints of before it was there do not name
+        # Other losses may take one another's place. This one compares with the model that the adapter began on.
+        "loss.kind": config.loss.kind if config.loss.of_pairs else None,
     }
 
 
@@ -225,12 +227,13 @@ def require_same(state: RunState, mine: dict[str, Any], folder: Path) -> None:
     theirs = state.run
     differing = [name for name in mine if mine[name] != theirs.get(name)]
     if differing:
+        go_on = "model.adapters" if mine["loss.kind"] else "model.lora.continue_from"
         raise QieError(
             f"the checkpoint belongs to another run: {', '.join(differing)} changed",
             where=folder,
             expected={name: theirs.get(name) for name in differing},
             found={name: mine[name] for name in differing},
-            hint="resume with the run's own settings, or start a new run with model.lora.continue_from",
+            hint=f"resume with the run's own settings, or start a new run with {go_on}",
         )
 
 

@@ -174,16 +174,36 @@ def _open(
     steps = planned_steps(config, stream)
     listeners.opening(list(opening_lines(config, pretrained, stream, accelerator, setup, steps, resume_from)))
     masked = stream.samples.masked and not own_loss
-    for line in (*lacking_memory(setup, accelerator.device), *unheeded(config, steps, masked=masked)):
+    unused = unheeded(config, steps, masked=masked, paired=stream.samples.paired > 0 and not own_loss)
+    for line in (*lacking_memory(setup, accelerator.device), *unused):
         listeners.say(line)
 
 
-def unheeded(config: Config, steps: int, *, masked: bool) -> Iterator[str]:
+_OF_ONE_VALUE = (
+    ("loss", "kind", "huber", ("huber_delta",)),
+    ("loss", "kind", "flow_dpo", ("beta", "supervised_weight")),
+    ("loss", "timestep_sampling", "logit_normal", ("logit_mean", "logit_std")),
+    ("loss", "timestep_sampling", "mode", ("mode_scale",)),
+    ("lr_scheduler", "scheduler_type", "cosine_with_restarts", ("num_cycles",)),
+    ("lr_scheduler", "scheduler_type", "polynomial", ("power",)),
+)
+"""Of a section, a field, and others that count only while that has one value."""
+
+
+def unheeded(config: Config, steps: int, *, masked: bool, paired: bool = False) -> Iterator[str]:
     """Settings that have no effect in a run of so many steps, a warning each.
 
     Args:
         masked: whether a sample has a loss mask, and the configuration's loss is used.
+        paired: whether a sample has a rejected target, and the configuration's loss is used.
     """
+    for name, field, value, others in _OF_ONE_VALUE:
+        section = getattr(config, name)
+        for other in others:
+            if getattr(section, field) != value and getattr(section, other) != getattr(type(section)(), other):
+                yield f"warning: {name}.{other} changes nothing while {name}.{field} is {getattr(section, field)}"
+    if paired and not config.loss.of_pairs:
+        yield "warning: rows have rejected targets, which change nothing unless loss.kind is flow_dpo"
     schedule, loss = config.lr_scheduler, config.loss
     warms_up = schedule.class_path is None and schedule.scheduler_type != "constant"
     if warms_up and schedule.warmup_steps >= steps:

@@ -31,6 +31,13 @@ def make_optimizer(section: OptimizerConfig, parameters: Mapping[str, torch.nn.P
     Raises:
         ConfigError: there is no such class, it is not an optimizer, or it refuses `optimizer.init_args`.
     """
+    return _optimizer(section, _by_rate(section.lr_pattern, parameters))
+
+
+def _optimizer(
+    section: OptimizerConfig, by_rate: Mapping[float | None, list[torch.nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """Over parameters by their rates, of which None is that of `optimizer.init_args`."""
     key = "optimizer.class_path"
     found = _named(section.class_path, torch.optim.Optimizer, key, "torch.optim.AdamW")
     closure = inspect.signature(found.step).parameters.get("closure")
@@ -43,17 +50,19 @@ def make_optimizer(section: OptimizerConfig, parameters: Mapping[str, torch.nn.P
             found=section.class_path,
             hint="such as prodigyopt.Prodigy or torch.optim.AdamW; train.ema_decay averages weights, too",
         )
-    groups = _groups(section.lr_pattern, parameters)
+    groups = [{"params": own} | ({} if rate is None else {"lr": rate}) for rate, own in by_rate.items() if own]
     optimizer: torch.optim.Optimizer = _made(found, (groups,), section.init_args, "optimizer.init_args")
     return optimizer
 
 
-def _groups(rates: Mapping[str, float], parameters: Mapping[str, torch.nn.Parameter]) -> list[dict[str, Any]]:
+def _by_rate(
+    rates: Mapping[str, float], parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[float | None, list[torch.nn.Parameter]]:
     """The parameters of `optimizer.init_args`, then those of each rate of `optimizer.lr_pattern`."""
     found: dict[float | None, list[torch.nn.Parameter]] = {rate: [] for rate in (None, *sorted(rates.values()))}
     for name, parameter in parameters.items():
         found[rates.get(get_pattern_key(list(rates), layer_of(name)))].append(parameter)
-    return [{"params": own} | ({} if rate is None else {"lr": rate}) for rate, own in found.items() if own]
+    return found
 
 
 def require_rates(section: OptimizerConfig, parameters: Iterable[str]) -> None:
@@ -69,24 +78,42 @@ MAX_TRIED = 100_000
 def check_optimizer(
     optimizer: OptimizerConfig, schedule: SchedulerConfig, device: torch.device, steps: int = 1_000
 ) -> None:
-    """Try both on a small weight, for the steps of a run, before 41 GB of weights are read.
+    """Try both on a small weight of each rate, for the steps of a run, before 41 GB of weights are read.
 
     Raises:
-        ConfigError: one cannot be made, or a step of it fails, or a learning rate is out of bounds.
+        ConfigError: one cannot be made, or a step of it fails, or a learning rate is out of bounds, or the schedule
+            has one for all layers in spite of optimizer.lr_pattern.
     """
-    weight = torch.nn.Parameter(torch.zeros(2, 2, device=device))
-    made = make_optimizer(optimizer, {"weight": weight})
-    rates = make_schedule(schedule, made, steps)
-    weight.grad = torch.ones_like(weight)
-    with _refused("optimizer.init_args", "the optimizer's first step fails"):
+    weights = {
+        rate: torch.nn.Parameter(torch.zeros(2, 2, device=device)) for rate in (None, *optimizer.lr_pattern.values())
+    }
+    made = _optimizer(optimizer, {rate: [weight] for rate, weight in weights.items()})
+    several = len({group["lr"] for group in made.param_groups}) > 1
+    for weight in weights.values():
+        weight.grad = torch.ones_like(weight)
+    # At the rates themselves: those of a warmup begin at 0.
+    with _refused("optimizer" if several else "optimizer.init_args", "the optimizer's first step fails"):
         made.step()
+    rates = make_schedule(schedule, made, steps)
+    made.step()  # which torch wants before that of the schedule
+    heeded = not several or schedule.class_path is None
     with _refused("lr_scheduler", "the schedule fails within the run"):
         # Those of diffusers are the same function throughout.
         for _ in range(1 if schedule.class_path is None else min(steps, MAX_TRIED)):
-            for rate in rates.get_last_lr():
+            now = rates.get_last_lr()
+            for rate in now:
                 if not 0 <= rate <= MAX_LR:
                     raise ValueError(f"a learning rate of {rate:g} at step {rates.last_epoch}, not of 0 to {MAX_LR:g}")
+            heeded = heeded or len(set(now)) > 1
             rates.step()
+    if not heeded:
+        raise ConfigError(
+            "the schedule has one learning rate for all layers, and optimizer.lr_pattern has several",
+            where="lr_scheduler.class_path",
+            expected="a schedule that multiplies the optimizer's rates",
+            found=schedule.class_path,
+            hint="leave optimizer.lr_pattern out, or take another schedule",
+        )
 
 
 def make_schedule(section: SchedulerConfig, optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:

@@ -37,7 +37,7 @@ from qie.training.checkpoint_folders import STATE_FILE, explained_damage
 from qie.training.model.blocks import NOTHING_KEPT, KeptActivations
 from qie.training.model.load import load_shift
 from qie.training.model.sharding import TensorFiles, require_finite, whole
-from qie.training.model.trainable import TrainableModel
+from qie.training.model.trainable import TrainableModel, check_given_adapters
 from qie.training.objective import LossFunction, NoiseDraws, Objective, derive_seed, loss_name, require_plain
 from qie.training.optimizer import check_optimizer, load_named_state, make_optimizer, make_schedule, named_state
 from qie.training.reporting.metrics import (
@@ -117,6 +117,8 @@ class Run:
             require_plain(config)
         require_pairs(config, stream)
         require_preserved(config, stream)
+        if resume_from is None:
+            check_given_adapters(config, pretrained)
         state = self._checked_state(resume_from, loss_fn)
         accepted()
         dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32

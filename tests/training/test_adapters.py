@@ -234,10 +234,12 @@ OTHERS = [
     ({"r": 4, "target_modules": ["to_q"]}, ["rank 4", "transformer_blocks.0.attn.to_k.lora_A.weight is too many"]),
     ({"r": 4, "target_modules": ["to_q", "to_k", "to_v", "to_out.0", "proj_out"]}, ["proj_out.lora_A.weight is mis"]),
     ({"r": 4, "use_dora": True}, ["lora_magnitude_vector", "is missing"]),
+    ({"r": 4, "rank_pattern": {"to_k": 8}}, ["rank 4", "attn.to_k.lora_A.weight is [4, 32], not [8, 32]"]),
 ]
 SCALED = [
     (PLAIN | {"lora_alpha": 8.0}, ["scaled by 2.5", "scaled by 2", "lora_alpha has to be 10"]),
     (PLAIN | {"use_rslora": True}, ["scaled by 5", "lora_alpha has to be 5"]),
+    (PLAIN | {"alpha_pattern": {"to_k": 12.0}}, ["scaled by 2.5, and not by 3, at transformer_blocks.0.attn.to_k"]),
 ]
 
 
@@ -329,9 +331,13 @@ def test_a_rounding_adapter_computes_the_bits_of_autocast_and_learns_in_its_own_
     assert [value.dtype for value in found[1]] == [torch.bfloat16, torch.float32, torch.float32]
 
 
-def test_an_orthogonal_start_of_an_odd_rank_is_refused(tiny_edit: Path) -> None:
+def test_an_orthogonal_start_takes_ranks_of_layers_own_and_refuses_odd_ones(tiny_edit: Path) -> None:
     with pytest.raises(ConfigError, match="even rank"):
         with_lora(tiny_edit, r=3, init_lora_weights="orthogonal")
+    made = with_lora(tiny_edit, r=4, init_lora_weights="orthogonal", rank_pattern={"to_k": 2}, target_modules=["to_k"])
+    for layer in (block.attn.to_k for block in made.transformer_blocks):
+        down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        assert len(down) == 2 and (up @ down).abs().max() < 1e-6 < min(up.abs().max(), down.abs().max())
 
 
 @pytest.mark.parametrize("style", ["no prefix", "kohya"])

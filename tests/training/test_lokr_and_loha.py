@@ -15,8 +15,9 @@ from qie.config import AdapterConfig, LoraConfig
 from qie.config.schema import ModelConfig
 from qie.errors import ConfigError, UsageError
 from qie.pretrained import open_pretrained
-from qie.training.model.adapter_file import export_adapter
+from qie.training.model.adapter_file import check_adapters, export_adapter
 from qie.training.model.kronecker import LoHaLinear, LoKrLinear
+from qie.training.model.load import empty_transformer
 from qie.training.model.lora import (
     adapter_tensors,
     add_frozen_adapters,
@@ -183,6 +184,13 @@ def test_what_cannot_be_is_refused_by_name(tiny_edit: Path, tmp_path: Path) -> N
     add_lora(both, LoraConfig(), seed=0)
     with pytest.raises(ConfigError, match=r"(?s)several kinds.*each a LoRA.*a LoKr"):
         add_frozen_adapters(both, [AdapterConfig(path=str(tmp_path / "lokr"))])
+    save_adapter(trained_adapter(tiny_edit, kind="loha", r=2), tmp_path / "loha")
+    adapters = [AdapterConfig(path=str(tmp_path / kind)) for kind in ("lokr", "loha")]
+    empty = empty_transformer(open_pretrained(str(tiny_edit)))
+    with pytest.raises(ConfigError, match=r"(?s)several kinds.*loha.*each a LoKr.*a LoHa"):
+        check_adapters(empty, adapters, "--lora")
+    with pytest.raises(ConfigError, match="needs the shapes of the weights, which nf4 does not keep"):
+        check_adapters(empty, adapters[1:], "--lora", quantize="nf4")
     with pytest.raises(UsageError, match=r"(?s)diffusers has no file for a LoKr"):
         export_adapter(tmp_path / "lokr", tmp_path / "out.safetensors", "diffusers")
     (tmp_path / "lokr" / "adapter_config.json").unlink()

@@ -135,6 +135,9 @@ def test_an_optimizer_that_trains_other_weights_than_it_uses_is_refused(monkeypa
         ("torch.optim.AdamW", {}, {"class_path": "OneCycleLR", "init_args": {"max_lr": 1, "total_steps": 7}}, "fails"),
         ("torch.optim.AdamW", {}, {"class_path": "ExponentialLR", "init_args": {"gamma": 3e38}}, "schedule fails"),
         ("torch.optim.AdamW", {"lr": 0}, {"scheduler_type": "polynomial"}, "refuses its values"),
+        # Rates of layers' own.
+        ("prodigyopt.Prodigy", {"lr": 1.0}, {}, "first step fails.*different lr values"),
+        ("torch.optim.AdamW", {}, {"class_path": "OneCycleLR", "init_args": {"max_lr": 1, "total_steps": 11}}, "one"),
     ],
 )
 def test_what_would_fail_within_the_run_is_refused_before_it(
@@ -142,10 +145,14 @@ def test_what_would_fail_within_the_run_is_refused_before_it(
 ) -> None:
     if name := schedule.get("class_path"):
         schedule = schedule | {"class_path": f"torch.optim.lr_scheduler.{name}"}
-    sections = OptimizerConfig(class_path=path, init_args={"lr": 1e-3} | arguments), SchedulerConfig(**schedule)
-    with pytest.raises(ConfigError, match=what):
-        check_optimizer(*sections, torch.device("cpu"), 10)
-    check_optimizer(OptimizerConfig(), SchedulerConfig(), torch.device("cpu"), 10)
+    pytest.importorskip(path.partition(".")[0])
+    rates = {"to_q": 0.5}
+    made = OptimizerConfig(class_path=path, init_args={"lr": 1e-3} | arguments, lr_pattern=rates)
+    with pytest.raises(ConfigError, match=f"(?s){what}"):
+        check_optimizer(made, SchedulerConfig(**schedule), torch.device("cpu"), 10)
+    step = SchedulerConfig(class_path="torch.optim.lr_scheduler.StepLR", init_args={"step_size": 2})
+    for accepted in (SchedulerConfig(), step):
+        check_optimizer(OptimizerConfig(lr_pattern=rates), accepted, torch.device("cpu"), 10)
 
 
 @pytest.mark.parametrize("name", ["beside_me", "prodigyopt"])

@@ -18,7 +18,7 @@ from qie.data.batch import collate
 from qie.data.opening import open_stream
 from qie.data.plan import PlannedBatch
 from qie.data.sources import open_source
-from qie.errors import ConfigError, UsageError
+from qie.errors import ConfigError, QieError, UsageError
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
 from qie.shards.excluded import EXCLUDED_NAME
@@ -164,6 +164,7 @@ def test_accuracy_counts_a_tie_as_a_half_and_rewards_are_told_of_both_targets() 
         ({"model": {"lora": {"continue_from": "a"}}}, "in model.adapters instead"),
         ({"train": {"draws_per_sample": 2}}, "draws_per_sample has to be 1"),
         ({"loss": {"weighting": "cosmap"}}, "weighting has to be none"),
+        ({"model": {"lora": {"lora_dropout": 0.1}}}, "lora_dropout has to be 0"),
     ],
 )
 def test_what_cannot_be_combined_with_it_is_refused_by_name(settings, words: str) -> None:
@@ -184,13 +185,12 @@ def test_a_run_learns_from_pairs_tells_what_it_prefers_and_refuses_rows_without_
     tree = {
         "model": {"pretrained_model_name_or_path": str(tiny_edit), "lora": {"r": 2}},
         "train": {"max_steps": 2, "mixed_precision": "no", "output_dir": str(tmp_path / "run")},
-        "loss": {"kind": "flow_dpo"},
         "validation": {"rows": 2},
     }
-    config, pretrained = Config.model_validate(tree), open_pretrained(str(tiny_edit), components=MODEL)
+    pretrained = open_pretrained(str(tiny_edit), components=MODEL)
 
-    def run(shards: Path, resume: str | None = None):
-        stream = open_stream(shards, validation_rows=2)
+    def run(shards: Path, resume: str | None = None, kind: str = "flow_dpo"):
+        stream, config = open_stream(shards, validation_rows=2), Config.model_validate(tree | {"loss": {"kind": kind}})
         return train(config, pretrained, stream, Accelerator(cpu=True), resume=resume)
 
     run(tmp_path / "pairs")
@@ -203,6 +203,8 @@ def test_a_run_learns_from_pairs_tells_what_it_prefers_and_refuses_rows_without_
     assert [line["step"] for line in steps] == [1, 2] and len(steps[0]["preference_margin_by_level"]) == 4
     with pytest.raises(ConfigError, match=r"(?s)loss\.kind.*4 of 4 samples have none: of rows 0, 1, 2, 3"):
         run(tmp_path / "rows", resume="latest")
+    with pytest.raises(QieError, match=r"(?s)loss\.kind changed.*flow_dpo"):
+        run(tmp_path / "pairs", resume="latest", kind="mse")
 
 
 def test_rows_without_a_rejected_target_are_named_and_may_be_excluded(tmp_path: Path) -> None:

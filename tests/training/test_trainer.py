@@ -227,8 +227,27 @@ def test_a_warmup_as_long_as_the_run_and_masks_of_equal_weights_are_told_at_the_
 
 
 @pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"loss": {"huber_delta": 0.1}}, ["loss.huber_delta changes nothing while loss.kind is mse"]),
+        ({"loss": {"beta": 9.0, "supervised_weight": 1.0}}, ["loss.beta", "loss.supervised_weight"]),
+        ({"loss": {"kind": "flow_dpo", "huber_delta": 0.1}}, ["loss.huber_delta"]),
+        ({"loss": {"timestep_sampling": "uniform", "logit_mean": 0.5}}, ["while loss.timestep_sampling is uniform"]),
+        ({"lr_scheduler": {"power": 2.0}}, ["lr_scheduler.power"]),
+    ],
+)
+def test_fields_of_another_kind_are_told_and_so_are_rejected_targets_that_nobody_asks_for(settings, told) -> None:
+    config = Config.model_validate({"model": {"pretrained_model_name_or_path": "m"}} | settings)
+    of_pairs = "rows have rejected targets, which change nothing unless loss.kind is flow_dpo"
+    expected = told if config.loss.of_pairs else [*told, of_pairs]
+    found = list(unheeded(config, 1000, masked=False, paired=True))
+    assert len(found) == len(expected) and all(words in line for words, line in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(
     "settings",
     [
+        {"lr_scheduler": {"warmup_steps": 0}, "loss": {"kind": "flow_dpo", "beta": 9.0, "mask_background_weight": 0.5}},
         {"lr_scheduler": {"warmup_steps": 59}, "loss": {"mask_background_weight": 0.5}},
         {"lr_scheduler": {"scheduler_type": "constant"}, "loss": {"mask_foreground_weight": 2}},
     ],

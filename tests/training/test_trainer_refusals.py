@@ -337,10 +337,22 @@ def test_an_attention_backend_that_cannot_train_here_is_refused_before_weights_a
         assert not (tmp_path / "run").exists()
 
 
-def test_an_adapter_of_another_rank_is_not_continued(bench: Bench, plain: Path, tmp_path: Path) -> None:
-    lora = {"r": 8, "continue_from": str(checkpoint(plain, 4))}
-    message = bench.train(tmp_path / "run", model__lora=lora, code=2).stderr
-    assert "the adapter to continue from does not fit model.lora" in message and "rank 4" in message
+@pytest.mark.parametrize(
+    ("lora", "named", "words"),
+    [
+        ({"r": 8}, "continue_from", ("the adapter to continue from does not fit model.lora", "rank 4")),
+        ({"r": 4, "lora_alpha": 8.0}, "continue_from", ("scaled by 8, and not by 2", "lora_alpha has to be 32")),
+        ({"kind": "lokr"}, "adapters", ("adapters of several kinds", "each a LoKr", "a LoRA", "qie export --merge")),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read(
+    bench: Bench, plain: Path, tmp_path: Path, no_weights: None, lora: dict[str, object], named: str, words
+) -> None:
+    there = str(checkpoint(plain, 4))
+    model = {"model__lora": lora | ({"continue_from": there} if named == "continue_from" else {})}
+    model |= {"model__adapters": [{"path": there}]} if named == "adapters" else {}
+    message = bench.train(tmp_path / "run", code=2, **model).stderr
+    assert all(word in message for word in words), message
     assert not (tmp_path / "run").exists()
 
 

@@ -43,7 +43,7 @@ from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
-from qie.config import AdapterConfig
+from qie.config import AdapterConfig, Quantization
 from qie.errors import ConfigError, QieError, UsageError
 from qie.paths import local_path
 from qie.stores import LocalFolder
@@ -92,6 +92,19 @@ def require_layers(patterns: Iterable[str], layers: Sequence[str], key: str, whi
 KINDS = {"LORA": "LoRA", "LOKR": "LoKr", "LOHA": "LoHa"}
 """What people call a type of peft's."""
 
+
+def require_kind(kind: str, expected: str, key: str) -> None:
+    """Raise ConfigError unless an adapter named at `key` is of the kind of the others: see `KINDS`."""
+    if kind != expected:
+        raise ConfigError(
+            "adapters of several kinds cannot be on one transformer",
+            where=key,
+            expected=f"each a {KINDS[expected]}",
+            found=f"a {KINDS[kind]}",
+            hint="merge one into the model by qie export --merge, and name the result as the model",
+        )
+
+
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -136,6 +149,12 @@ class AdapterFile:
         alphas = self.metadata.get("alpha_pattern") or {}
         alpha = float(alphas.get(get_pattern_key(alphas, layer), _alpha_of(self.metadata)))
         return alpha * math.sqrt(rank) if self.metadata.get("use_rslora") else alpha
+
+    def scale_at(self, layer: str) -> float:
+        """The factor of the product of a layer's matrices."""
+        down = self.tensors.get(layer + _DOWN)
+        rank = len(down) if down is not None else _rank_of(self.metadata or {}, layer)
+        return self.alpha_of(layer, rank) / rank
 
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")
@@ -303,14 +322,35 @@ def find_adapter(place: Path) -> Path:
     return found
 
 
-def check_adapters(transformer: QwenImageTransformer2DModel, adapters: Sequence[AdapterConfig], key: str) -> None:
+def check_adapters(
+    transformer: QwenImageTransformer2DModel,
+    adapters: Sequence[AdapterConfig],
+    key: str,
+    *,
+    kind: str | None = None,
+    quantize: Quantization | None = None,
+) -> None:
     """Raise UsageError when an adapter does not fit the transformer, which needs no weights: see `empty_transformer`.
 
-    `key` is where adapters are named, for messages.
+    Args:
+        transformer: without adapters.
+        adapters: to be on it together.
+        key: where adapters are named, for messages.
+        kind: of an adapter that is to be beside them.
+        quantize: how the weights will be stored.
     """
     linears = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, torch.nn.Linear)}
     for adapter in adapters:
         lora = read_adapter(local_path(adapter.path), key)
+        require_kind(lora.kind, kind or lora.kind, f"{key}: {lora.file}")
+        kind = lora.kind
+        if quantize == "nf4" and kind == "LOHA":
+            raise ConfigError(
+                "a LoHa needs the shapes of the weights, which nf4 does not keep",
+                where=lora.file,
+                expected="model.quantize: null, fp8 or int8",
+                found=quantize,
+            )
         if faults := list(_misfits(lora, linears)):
             raise UsageError(
                 "the adapter does not fit this model",

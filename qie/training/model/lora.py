@@ -31,7 +31,6 @@ from qie.paths import local_path
 from qie.pretrained import PretrainedModel, loading
 from qie.training.model.adapter_file import (
     ADAPTER_FILE,
-    KINDS,
     PART,
     PEFT_CONFIG,
     PEFT_FILE,
@@ -43,6 +42,7 @@ from qie.training.model.adapter_file import (
     find_adapter,
     kind_of,
     read_adapter,
+    require_kind,
     require_layers,
     scale_of,
     settings_of,
@@ -138,15 +138,8 @@ def _add(transformer: QwenImageTransformer2DModel, config: PeftConfig, name: str
 
 
 def _require_one_kind(transformer: QwenImageTransformer2DModel, kind: str, key: str) -> None:
-    others = {kind_of(other.to_dict()) for other in getattr(transformer, "peft_config", {}).values()} - {kind}
-    if others:
-        raise ConfigError(
-            "adapters of several kinds cannot be on one transformer",
-            where=key,
-            expected=f"each a {KINDS[others.pop()]}",
-            found=f"a {KINDS[kind]}",
-            hint="merge one into the model by qie export --merge, and name the result as the model",
-        )
+    for other in getattr(transformer, "peft_config", {}).values():
+        require_kind(kind, kind_of(other.to_dict()), key)
 
 
 def _require_patterns(transformer: QwenImageTransformer2DModel, section: LoraSection) -> None:
@@ -291,11 +284,7 @@ def _continue_from(transformer: QwenImageTransformer2DModel, section: LoraSectio
     lora = read_adapter(path, "model.lora.continue_from")
     mine = adapter_tensors(transformer)
     ours, theirs = scale_of(transformer.peft_config[_TRAINED].to_dict()), lora.scale
-    difference = _difference(lora.tensors, mine)
-    if section.alpha_pattern and (lora.metadata or {}).get("alpha_pattern") == section.alpha_pattern:
-        theirs = scale_of(lora.metadata or {})
-    if not difference and (theirs is None or abs(ours - theirs) > 1e-6 * abs(ours)):
-        difference = f"it is scaled by {'several numbers' if theirs is None else format(theirs, 'g')}"
+    difference = _difference(lora.tensors, mine) or _other_scale(transformer, lora)
     if difference:
         rank = section.r**0.5 if section.use_rslora else section.r
         alpha = "" if theirs is None else f"; with this rank, lora_alpha has to be {theirs * rank:g}"
@@ -304,10 +293,20 @@ def _continue_from(transformer: QwenImageTransformer2DModel, section: LoraSectio
             where=f"model.lora.continue_from, {lora.file}",
             expected=f"{len(mine)} tensors of rank {section.r}, scaled by {ours:g}",
             found=difference,
-            hint="set r, target_modules, use_dora and use_rslora of model.lora as they were for that adapter" + alpha,
+            hint="set kind, r, target_modules, use_dora, use_rslora and the patterns of model.lora as they were for "
+            f"that adapter{alpha}",
         )
     with explained_adapter("the adapter cannot be continued from", lora.file, "model.lora.continue_from"):
         fill(mine, lora.tensors)
+
+
+def _other_scale(transformer: QwenImageTransformer2DModel, lora: AdapterFile) -> str | None:
+    """Of the first layer that an adapter of the same tensors scales otherwise; None if there is none."""
+    for name, layer in transformer.named_modules():
+        ours = layer.scaling.get(_TRAINED) if isinstance(layer, BaseTunerLayer) else None
+        if ours is not None and abs(ours - (theirs := lora.scale_at(name))) > 1e-6 * abs(ours):
+            return f"it is scaled by {theirs:g}, and not by {ours:g}, at {name}"
+    return None
 
 
 def _difference(saved: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor]) -> str | None:
@@ -332,9 +331,10 @@ def _initialise(layer: Any, section: LoraSection) -> None:
     down, up = layer.lora_A[_TRAINED].weight, layer.lora_B[_TRAINED].weight
     if section.init_lora_weights == "orthogonal":
         # As peft's `orthogonal_init`: A and B lie in the two halves of one orthogonal basis, and so BA is zero.
-        basis, _ = torch.linalg.qr(torch.randn(section.r, section.r))
-        down.data.copy_((torch.randn(down.shape[1], section.r // 2) @ basis[0::2]).T / 10)
-        up.data.copy_(torch.randn(section.r // 2, up.shape[0]).T @ basis[1::2] / 10)
+        rank = len(down)
+        basis, _ = torch.linalg.qr(torch.randn(rank, rank))
+        down.data.copy_((torch.randn(down.shape[1], rank // 2) @ basis[0::2]).T / 10)
+        up.data.copy_(torch.randn(rank // 2, up.shape[0]).T @ basis[1::2] / 10)
     if section.use_dora:
         weight = dequantize_module_weight(layer.get_base_layer()).to(down.dtype)
         product = layer.scaling[_TRAINED] * (up.data @ down.data)

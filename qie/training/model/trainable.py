@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from qie.config import Config
 from qie.pretrained import PretrainedModel
 from qie.training.checkpoint_folders import explained_damage
-from qie.training.model.adapter_file import ADAPTER_FILE, adapter_in
+from qie.training.model.adapter_file import ADAPTER_FILE, adapter_in, check_adapters
 from qie.training.model.blocks import NOTHING_KEPT, KeptActivations, checkpoint_activations, compile_blocks
 from qie.training.model.ema import Ema
 from qie.training.model.load import (
@@ -201,6 +201,26 @@ class TrainableModel:
 
 def _place(folder: Path, group: str) -> Path:
     return folder if group == TRAINED else folder / group
+
+
+def check_given_adapters(config: Config, pretrained: PretrainedModel) -> None:
+    """Refuse, before weights are read, adapters of section model that cannot be on the model or be continued from.
+
+    Raises:
+        ConfigError: an adapter cannot be read, or is of another kind or scale than model.lora.
+        UsageError: it does not fit the transformer.
+    """
+    model = config.model
+    if model.lora and model.adapters:
+        check_adapters(
+            empty_transformer(pretrained),
+            model.adapters,
+            "model.adapters",
+            kind=model.lora.kind.upper(),
+            quantize=model.quantize,
+        )
+    if model.lora and model.lora.continue_from:
+        add_lora(empty_transformer(pretrained), model.lora, config.train.seed)
 
 
 def _with_adapter(
