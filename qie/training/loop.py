@@ -174,7 +174,7 @@ def _open(
     steps = planned_steps(config, stream)
     listeners.opening(list(opening_lines(config, pretrained, stream, accelerator, setup, steps, resume_from)))
     masked = stream.samples.masked and not own_loss
-    unused = unheeded(config, steps, masked=masked, paired=stream.samples.paired > 0 and not own_loss)
+    unused = unheeded(config, steps, masked=masked, paired=bool(stream.samples.paired.any()) and not own_loss)
     for line in (*lacking_memory(setup, accelerator.device), *unused):
         listeners.say(line)
 
