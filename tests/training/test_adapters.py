@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -155,6 +156,17 @@ def test_layers_keep_ranks_and_alphas_of_their_own(tiny_edit: Path, batch, tmp_p
     transformer.add_adapter(PeftConfig(**PLAIN, target_modules=["to_q", "to_k"], **patterns))
     save_adapter(randomise(transformer), tmp_path)
     assert_exported(tiny_edit, tmp_path, transformer, batch)
+
+
+def test_an_adapter_as_peft_saves_it_keeps_its_scale(tiny_edit: Path, batch, tmp_path: Path) -> None:
+    config = PeftConfig(r=4, lora_alpha=10, target_modules=["to_q", "to_k"], rank_pattern={"to_k": 2})
+    theirs = get_peft_model(transformer_of(tiny_edit), config)
+    randomise(theirs).save_pretrained(tmp_path)
+    assert_exported(tiny_edit, tmp_path, theirs, batch)
+    told = tmp_path / "adapter_config.json"
+    told.write_text(told.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
+    with pytest.raises(ConfigError, match="pissa: it belongs to changed weights of the base"):
+        merge_adapter(open_pretrained(str(tiny_edit)), tmp_path, tmp_path / "merged")
 
 
 def assert_exported(model: Path, folder: Path, trained, batch) -> None:

@@ -56,7 +56,7 @@ PREFIX = "transformer."
 """diffusers puts it before the name of a tensor of the transformer."""
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""What peft's own loader reads: a LoKr or LoHa."""
+"""What peft's own loader reads: of qie a LoKr or LoHa, of others a LoRA, too."""
 PEFT_PREFIX = "base_model.model."
 """peft puts it before the name of a tensor of the transformer."""
 
@@ -199,7 +199,7 @@ def adapter_in(folder: Path) -> Path | None:
 def read_adapter(path: Path, key: str) -> AdapterFile:
     """The adapter in a .safetensors file, or in a folder such as a checkpoint.
 
-    It is one of qie, of diffusers, or of another program whose format diffusers reads.
+    It is one of qie, of diffusers, of peft, or of another program whose format diffusers reads.
 
     Raises:
         ConfigError: the adapter is missing, or cannot be read; names `key`, the place in the configuration.
@@ -217,7 +217,8 @@ def read_adapter(path: Path, key: str) -> AdapterFile:
             names = list(opened.keys())
         if any(name.endswith("dora_scale") for name in names):
             raise ValueError("a DoRA in a format that diffusers reads only in part")
-        if any((part := PART.search(name)) and part[1] != "lora" for name in names):
+        parts = [(name, part[1]) for name in names if (part := PART.search(name))]
+        if any(name.startswith(PEFT_PREFIX) or part != "lora" for name, part in parts):
             return _read_peft(file)
         dotted = _dotted(names)
         given = {dotted[name]: tensor for name, tensor in load_file(file).items()} if dotted else str(file.parent)
@@ -232,8 +233,12 @@ def read_adapter(path: Path, key: str) -> AdapterFile:
     return AdapterFile(file, tensors, metadata)
 
 
+_CHANGING_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Starts of peft's that take a part of the base's weights into the adapter; peft can save them as plain ones."""
+
+
 def _read_peft(file: Path) -> AdapterFile:
-    """A LoKr or LoHa as `save_adapter` writes it. Raises ValueError for one of another program."""
+    """An adapter as peft writes it, and `save_adapter` a LoKr or LoHa. Raises ValueError for one of another program."""
     tensors = load_file(file)
     if other := sorted(name for name in tensors if not name.startswith(PEFT_PREFIX)):
         raise ValueError(f"{other[0]} is no name of peft's: a LoKr or LoHa of another program")
@@ -242,8 +247,10 @@ def _read_peft(file: Path) -> AdapterFile:
         raise ValueError(f"{PEFT_CONFIG}, which says how its factors are scaled, is not beside it")
     metadata = json.loads(config.read_text(encoding="utf-8"))
     if not isinstance(metadata, dict) or kind_of(metadata) not in KINDS:
-        raise ValueError(f"{PEFT_CONFIG} is not of a LoKr or LoHa")
+        raise ValueError(f"{PEFT_CONFIG} is not of a LoRA, LoKr or LoHa")
     scale_of(metadata)
+    if str(first := metadata.get("init_lora_weights")).startswith(_CHANGING_BASE):
+        raise ValueError(f"init_lora_weights is {first}: it belongs to changed weights of the base, not to the base")
     return AdapterFile(file, {name.removeprefix(PEFT_PREFIX): value for name, value in tensors.items()}, metadata)
 
 
