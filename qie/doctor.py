@@ -140,7 +140,7 @@ def _wanted(config: Config) -> Iterator[str]:
     """Modules that a configuration needs beside those that qie always has."""
     if config.model.quantize:
         yield QUANTIZERS[config.model.quantize]
-    yield from (text.partition(".")[0] for text in (config.optimizer.class_path,))
+    yield config.optimizer.class_path.partition(".")[0]
     yield from config.logging.report_to
     source = config.data.source
     for place in [part.source for part in source] if isinstance(source, list) else [source]:

@@ -25,6 +25,7 @@ from qie.families import FAMILIES
 from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
 from qie.quiet_libraries import quiet_libraries, spare_imports
 from qie.recipe import Recipe
+from qie.shards.grid import SHARD_ROWS
 from qie.stages import Stages, quick_turns
 from qie.stores import Folder
 
@@ -124,7 +125,7 @@ def precompute_config(
     engine: Literal["local", "ray"] = "local",
     devices: str | None = None,
     rows: tuple[int, int],
-    shard_size: int = 64,
+    shard_size: int = SHARD_ROWS,
     settings: Settings,
     progress: Callable[[Report], object],
     say: Callable[[str], object] = warnings.warn,

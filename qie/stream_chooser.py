@@ -32,7 +32,7 @@ from qie.quantities import human_bytes
 from qie.recipe import Recipe, brief
 from qie.shards.cache import ShardCache
 from qie.shards.discovery import find_indexes, gaps
-from qie.shards.grid import missing_rows
+from qie.shards.grid import SHARD_ROWS, missing_rows
 from qie.shards.index import parse_stem
 from qie.shards.shard_set import ShardSet, open_named, open_shards
 from qie.stages import quick_turns
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 StreamKind = Literal["shards", "live", "write_through", "follow"]
 
 NEEDED = "SHARDS, cache.cache_dir, or a source of rows"
-SHARD_ROWS = 64
-"""Of `qie-precompute`, if there is no shard that says otherwise."""
 TOLD_BYTES = 10**9
 """Who hashes more than this is told: it takes seconds, or minutes from a slow disk."""
 
@@ -322,12 +320,9 @@ class _Opening:
     def _tell_mixed(self, samples: LiveSamples, lost: Sequence[tuple[File, ShardError]]) -> None:
         """One line on rows that are encoded live, and why; one on samples of the shards that no row has."""
         total, lacking, stored = len(samples.known.facts), samples.lacking, samples.stored
-        held = (
-            0
-            if stored is None
-            else len({bytes(key) for key in stored.digests} & {bytes(key) for key in samples.digests})
-        )
-        if stored is not None and not held and self.choice.named:
+        there = set() if stored is None else {bytes(key) for key in stored.digests}
+        others = len(there - {bytes(key) for key in samples.digests})
+        if stored is not None and others == len(there) and self.choice.named:
             raise UsageError(
                 "the shards hold no row of the current data.source",
                 where=self.where,
@@ -341,7 +336,7 @@ class _Opening:
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
             why = f"{found}, {len(lost)} of which cannot be read ({faults}{more})" if lost else found
             self.telling.say(f"{len(lacking)} of {total} samples are encoded live: {why}")
-        if stored is not None and (others := len({bytes(key) for key in stored.digests}) - held):
+        if others:
             self.telling.say(f"{others} samples of the shards belong to no row of the current data.source: left out")
 
     def _looked_at(self, source: Source, encoder: RowEncoder, stored: ShardSet | None) -> RowFacts:

@@ -7,6 +7,7 @@ their arrival: every rank, and a resumed run, sees the same. Later epochs are th
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from numpy.typing import NDArray
 from qie.data.announcements import Announcements
 from qie.data.plan import Plan, SequencePrefix, held_out, row_starts
 from qie.data.plan_settings import PlanSettings
-from qie.data.stream import short_hash
 from qie.data.windows import WindowedPlan
 from qie.errors import QieError, UsageError
 from qie.recipe import Recipe
@@ -308,7 +308,8 @@ class GrowingPlans:
             )
         digests = np.array(samples.digests[:first])
         self.validation, self.held_out = held_out(digests, samples.columns, settings.validation_rows)
-        self.identity = settings.identity(samples.rows) | {"samples": short_hash(digests), "follow": samples.rows}
+        of_first = hashlib.sha256(digests.data).hexdigest()[:16]
+        self.identity = settings.identity(samples.rows) | {"samples": of_first, "follow": samples.rows}
         self._first: tuple[int, Plan | WindowedPlan] | None = None
         self._prefix = SequencePrefix(settings.global_batch_size, settings.seed)
         self._fixed: dict[int, Plan | WindowedPlan] = {}

@@ -21,15 +21,13 @@ from qie.data.variants import Variants
 from qie.errors import QieError, RowError, ShardError
 from qie.recipe import Recipe
 from qie.shards.cache import ShardCache
+from qie.shards.grid import SHARD_ROWS
 from qie.shards.index import Skipped
 from qie.shards.reader import Tar
 from qie.shards.sample_table import Columns, ends_of, numbered
 from qie.shards.shard_set import ShardSet
 from qie.stages import Pipeline, Stage, Stages
 from qie.types import Facts, Row, Sample
-
-SHARD_ROWS = 64
-"""Rows of a shard that `qie-precompute` writes by default."""
 
 
 class RowEncoder(Protocol):

@@ -6,7 +6,6 @@ are known from the start (`FixedPlans`) or grow with their shards (`qie.data.fol
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -510,10 +509,6 @@ def _require_preserved(samples: Samples, preserved: frozenset[str]) -> None:
             found="the same images with the same prompt",
             hint="give each learnt prompt a word that replace finds",
         )
-
-
-def short_hash(digests: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(digests).data).hexdigest()[:16]
 
 
 def _with_equals(positions: NDArray[np.int64], digests: NDArray[np.uint8]) -> NDArray[np.int64]:

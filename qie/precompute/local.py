@@ -30,7 +30,7 @@ from qie.precompute.progress import PrecomputeRun, withdraw
 from qie.precompute.prune import pruned, require_pruned
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
-from qie.shards.grid import Range, shard_ranges
+from qie.shards.grid import SHARD_ROWS, Range, shard_ranges
 from qie.shards.reader import Shard
 from qie.shards.shard_set import require_disjoint
 from qie.shards.writer import remove_abandoned
@@ -48,7 +48,7 @@ def precompute(
     output: Folder | str | Path,
     *,
     rows: Range,
-    shard_size: int = 64,
+    shard_size: int = SHARD_ROWS,
     settings: Settings | None = None,
     workers: Sequence[Opener] = (),
     progress: OnReport = lambda report: None,

@@ -31,7 +31,7 @@ from qie.precompute.ray_worker import News, Worker
 from qie.quantities import human_count
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
-from qie.shards.grid import Range, merged_ranges, shard_ranges
+from qie.shards.grid import SHARD_ROWS, Range, merged_ranges, shard_ranges
 from qie.shards.shard_set import require_disjoint
 from qie.stores import Folder
 from qie.threads import Threads, leave, pause
@@ -77,7 +77,7 @@ def precompute_on_ray(
     *,
     rows: Range,
     devices: Sequence[str],
-    shard_size: int = 64,
+    shard_size: int = SHARD_ROWS,
     settings: Settings | None = None,
     progress: OnReport = lambda report: None,
     say: Callable[[str], object] = warnings.warn,

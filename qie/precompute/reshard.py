@@ -17,7 +17,7 @@ from itertools import islice, pairwise, takewhile
 from qie.errors import ShardError, UsageError
 from qie.recipe import Recipe
 from qie.shards.discovery import published, rows_of
-from qie.shards.grid import Range, merged_ranges, shard_ranges
+from qie.shards.grid import SHARD_ROWS, Range, merged_ranges, shard_ranges
 from qie.shards.index import Entry, Skipped, member_name, pictures_name, read_index, shard_stem
 from qie.shards.reader import Shard
 from qie.shards.writer import ShardWriter
@@ -103,7 +103,7 @@ def reshard(
     places: Sequence[Sequence[File]],
     output: Folder,
     *,
-    shard_size: int = 64,
+    shard_size: int = SHARD_ROWS,
     choice: SampleChoice = EVERYTHING,
     renumber: bool = False,
     progress: Callable[[int, int], object] = lambda done, total: None,

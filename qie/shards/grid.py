@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 Range = tuple[int, int]
 """Rows [start, stop)."""
 
+SHARD_ROWS = 64
+"""Rows of a shard, unless one says otherwise."""
+
 
 def shard_ranges(start: int, stop: int, shard_size: int, published: Iterable[Range]) -> list[Range]:
     """The shards that together hold [start, stop), in order.

@@ -241,8 +241,9 @@ def _train(
         closing(run.batches),
     ):
         hooks = (metrics_file, trackers, state_file, listener)
-        samples = (generate_samples, generate_samples, other_samples)
-        loop = _Loop(run, reporter, hooks, state_file, agreed, control, listener, saved, *samples)
+        loop = _Loop(
+            run, reporter, hooks, state_file, agreed, control, listener, saved, generate_samples, other_samples
+        )
         if run.step == run.steps:
             _complete(run, reporter)
         else:
@@ -257,8 +258,9 @@ class _Loop:
 
     Attributes:
         saved: the last checkpoint.
-        generate_samples: as asked last.
-        configured_samples: as the configuration says.
+        configured_samples: generates the sample images of the configuration.
+        other_samples: makes such a function for others.
+        generate_samples: the function for those that were asked for last.
     """
 
     run: Run
@@ -269,9 +271,11 @@ class _Loop:
     control: Control
     listener: Listener
     saved: Path
-    generate_samples: SampleGenerator | None
     configured_samples: SampleGenerator | None
     other_samples: OtherSamples | None
+
+    def __post_init__(self) -> None:
+        self.generate_samples = self.configured_samples
 
     def run_steps(self) -> None:
         """Until the last step, or until one is asked to be the last."""
@@ -304,7 +308,9 @@ class _Loop:
             if asked.prompts:
                 self._change_samples()
             if asked.pause and not (asked.stop or asked.checkpoint or last):
-                held = held or self._say_held()
+                if not held:
+                    self.listener.say(f"paused after step {run.step}: to go on, remove {self.control.pause_file}")
+                held = True
                 self.state_file.at("paused", run.step)
                 self.agreed.wait()
                 continue
@@ -322,10 +328,6 @@ class _Loop:
             self.listener.go_on(run.step, run.steps)
             self.state_file.at("training", run.step)
         return asked.stop
-
-    def _say_held(self) -> bool:
-        self.listener.say(f"paused after step {self.run.step}: to go on, remove {self.control.pause_file}")
-        return True
 
     def _validate(self) -> None:
         run = self.run
@@ -378,11 +380,8 @@ class _Loop:
                 if self.other_samples is None:
                     raise UsageError("this program generates no other samples than its own")
                 found = self.other_samples.embed(samples)
-        except (
-            QieError,
-            OSError,
-            RuntimeError,
-        ) as error:  # such as lack of host memory: a run does not end for pictures
+        except (QieError, OSError, RuntimeError) as error:
+            # Such as lack of host memory: a run does not end for pictures.
             self._refuse_samples(" ".join(str(error).split())[:500])
             return None
         self.state_file.note(prompts=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from qie.data.opening import open_stream
 from qie.data.plan import PLAN_VERSION
 from qie.data.stream import Stream
 from qie.errors import QieError, UsageError
-from qie.precompute import precompute
 from qie.types import Batch
 from tests.conftest import ROOT
 from tests.stream.checks import all_facts, assert_restores_everywhere, epoch_after_epoch, facts, write
@@ -89,7 +87,6 @@ def test_rows_that_are_encoded_live_come_in_the_order_of_their_shards_in_windows
     for module in (qie.data.plan_settings, qie.data.live):
         monkeypatch.setattr(module, "AT_ONCE", 0)
     monkeypatch.setattr(qie.data.windows, "WINDOW", 8)
-    assert inspect.signature(precompute).parameters["shard_size"].default == qie.data.live.SHARD_ROWS
     monkeypatch.setattr(qie.data.live, "SHARD_ROWS", 5)
     live = open_stream(StubSource.of(ROWS), encoder=StubEncoder(), batch_size=4, seed=3, order=order, block_size=2)
     cached = opener(shards, order=order, block_size=2)()
