@@ -131,7 +131,7 @@ COMMANDS = DOCS / "commands.md"
 def test_the_page_of_commands_is_what_the_tool_writes_of_every_command_of_the_package() -> None:
     assert command_docs.MARKER in text_of(COMMANDS)
     assert command_docs.page(text_of(COMMANDS)) == text_of(COMMANDS), "run python tools/command_docs.py"
-    commands = {path.stem for path in (ROOT / "qie" / "cli").glob("*.py") if "@click.command" in path.read_text()}
+    commands = {path.stem for path in (ROOT / "qie" / "cli").glob("*.py") if "\n@command\n" in path.read_text()}
     assert {f"qie.cli.{name}" for name in commands} == {module for module, _ in SUBCOMMANDS.values()}
 
 
