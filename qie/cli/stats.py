@@ -305,6 +305,7 @@ def _print(summary: Summary, verified: bool) -> None:
         ("shards", f"{summary.shards}, {human_bytes(summary.bytes)}"),
         ("rows", f"{summary.rows}: " + ", ".join(f"[{start}, {stop})" for start, stop in summary.ranges)),
         ("samples", f"{summary.samples}, {human_bytes(summary.bytes_per_sample)} each"),
+        *([("rejected", _with_rejected(summary))] if summary.with_rejected else []),
         ("skipped", f"{sum(summary.skipped.values())}"),
         *([("excluded", f"{summary.excluded}")] if summary.excluded else []),
         ("recipes", ", ".join(f"{recipe} in {count}" for recipe, count in summary.recipes.items())),
@@ -342,6 +343,11 @@ def _print(summary: Summary, verified: bool) -> None:
         echo("verified: every shard matches its index")
     if verified and summary.unhashed:
         echo(f"note: {summary.unhashed} indexes have no hash of their own: an earlier qie wrote them")
+
+
+def _with_rejected(summary: Summary) -> str:
+    some, have = summary.with_rejected < summary.samples, "has" if summary.with_rejected == 1 else "have"
+    return f"{summary.with_rejected} {'of the samples' if some else 'samples'} {have} a rejected target"
 
 
 def _print_pairs(pairs: Pairs) -> None:

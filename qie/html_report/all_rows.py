@@ -182,10 +182,14 @@ def _attempt(shard: Shard, entry: Entry, decode: Decode | None, faults: list[str
 
 def _decoded(shard: Shard, entry: Entry, decode: Decode) -> SmallPictures:
     sample = shard.load(entry)
-    target, *controls = (decode(latent.clone()) for latent in (sample.pixel_latent, *sample.control_latent))
-    for image in (target, *controls):
+    latents = [sample.pixel_latent, *sample.control_latent]
+    if sample.rejected_latent is not None:
+        latents.append(sample.rejected_latent)
+    images = [decode(latent.clone()) for latent in latents]
+    for image in images:
         image.thumbnail((192, 192))
-    return SmallPictures(target, tuple(controls))
+    controls = 1 + len(sample.control_latent)
+    return SmallPictures(images[0], tuple(images[1:controls]), rejected=next(iter(images[controls:]), None))
 
 
 def _facts(columns: _Columns, samples: int) -> dict[str, Any]:

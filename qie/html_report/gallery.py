@@ -128,6 +128,7 @@ class _SmallPart:
     prompt: str
     latent: torch.Tensor
     controls: tuple[torch.Tensor, ...]
+    rejected: torch.Tensor | None
     pictures: SmallPictures | None
     folder: str
 
@@ -241,8 +242,10 @@ def _attempt(shard: Shard, entry: Entry) -> _SmallPart | QieError:
         return error
     size = entry.shape.in_pixels(shard.index.recipe.latent_scale)
     controls = tuple(one.clone() for one in sample.control_latent) if pictures is None else ()
+    rejected = sample.rejected_latent if pictures is None else None
     latent, folder = sample.pixel_latent.clone(), shard.file.folder.url
-    return _SmallPart(entry, size, sample.prompt, latent, controls, pictures, folder)
+    rejected = None if rejected is None else rejected.clone()
+    return _SmallPart(entry, size, sample.prompt, latent, controls, rejected, pictures, folder)
 
 
 def _is_blamed(file: File, summary: Summary) -> bool:
@@ -258,6 +261,6 @@ def _pictures(kept: _SmallPart, decode: Decode | None) -> CardPictures | None:
         return CardPictures.of(kept.pictures)
     if decode is None:
         return None
-    return CardPictures(
-        tuple(SmallPicture.of(decode(one)) for one in kept.controls), SmallPicture.of(decode(kept.latent))
-    )
+    target, *controls = (SmallPicture.of(decode(one)) for one in (kept.latent, *kept.controls))
+    rejected = None if kept.rejected is None else SmallPicture.of(decode(kept.rejected))
+    return CardPictures(tuple(controls), target, rejected=rejected)

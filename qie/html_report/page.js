@@ -291,12 +291,14 @@ function fill(shots, found, name) {
   };
   const seen = spots.filter(([kind]) => kind !== "mask");
   const made = seen.map((spot) => {
-    const frame = part(`shot cut ${spot[0]}`, spot, `${spot[0]} of ${name}`);
+    const frame = part(`shot cut ${spot[0]}`, spot, `${spot[0] === "rejected" ? "rejected target" : spot[0]} of ${name}`);
     frame.style.maxWidth = `calc(var(--tall) * ${spot[2]} / ${spot[3]})`;
     return frame;
   });
   const mask = spots.find(([kind]) => kind === "mask");
   if (mask) made[seen.findIndex(([kind]) => kind === "target")].append(part("cut mask", mask, "its mask"));
+  const target = seen.findIndex(([kind]) => kind === "target");
+  if (target >= 0 && target < made.length - 1) made.push(element("div", "both", ...made.splice(target)));
   shots.replaceChildren(...made);
 }
 

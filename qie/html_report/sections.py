@@ -139,6 +139,7 @@ def _tiles(summary: Summary) -> Html:
     tokens = summary.tokens
     beside = [f"{summary.duplicates:,} repeat others"] if summary.duplicates else []
     beside += [f"{summary.excluded:,} excluded"] if summary.excluded else []
+    beside += [f"{summary.with_rejected:,} with a rejected target"] if summary.with_rejected else []
     tiles = {
         "samples": (f"{summary.samples:,}", ", ".join(beside)),
         "rows": (
@@ -304,7 +305,7 @@ def _exclusion(card: Card) -> str:
 
 
 def _shots(card: Card, name: str) -> list[Html]:
-    """The controls, the target under its mask, and the rejected target."""
+    """The controls, the target under its mask, and beside it the rejected target."""
     if card.pictures is None:
         return [tag("span", "no picture")]
     controls, mask = card.pictures.controls, card.pictures.mask
@@ -313,10 +314,11 @@ def _shots(card: Card, name: str) -> list[Html]:
         for number, one in enumerate(controls, start=1)
     ]
     over = _image(mask, "its mask", class_="mask") if mask else ""
-    made.append(tag("div", _image(card.pictures.target, f"target of {name}"), over, class_="shot target"))
+    target = tag("div", _image(card.pictures.target, f"target of {name}"), over, class_="shot target")
     if rejected := card.pictures.rejected:
-        made.append(tag("div", _image(rejected, f"rejected target of {name}"), class_="shot rejected"))
-    return made
+        worse = tag("div", _image(rejected, f"rejected target of {name}"), class_="shot rejected")
+        target = tag("div", target, worse, class_="both")
+    return [*made, target]
 
 
 def _image(picture: SmallPicture, alt: str, class_: str | None = None) -> Html:

@@ -22,7 +22,7 @@ from qie.shards.compact_index import Compact
 from qie.shards.discovery import find_indexes, gaps
 from qie.shards.excluded import read_excluded
 from qie.shards.grid import Range, merged_ranges
-from qie.shards.index import Entry, ShardIndex, Skipped, member_name, parse_stem, read_index
+from qie.shards.index import Entry, ShardIndex, Skipped, member_name, parse_stem, pictures_name, read_index
 from qie.shards.reader import Shard
 from qie.shards.shard_set import current_compact, require_disjoint
 from qie.shards.verify import compact_faults, lonely_tars, shard_faults
@@ -65,6 +65,7 @@ class Summary:
         unhashed: of the shards, those whose index has no hash of its own, as qie wrote them before there was one.
         records: distinct records, counted in each shard: within one, samples of equal content share a record.
         duplicates: samples whose content another one has, in whichever shard.
+        with_rejected: samples that have a rejected target.
         bytes: size of all tars.
         bytes_per_sample: the same, over the samples.
         recipes: recipe digest -> number of shards.
@@ -81,8 +82,8 @@ class Summary:
         coverage: what is there of the rows of each folder.
         ranges: rows covered, as half-open ranges, merged over all folders.
         missing: (folder, start, stop) of rows that no shard of the folder is of, though one is of later rows.
-        tensor_bytes: tensor -> mean bytes per sample, largest first.
-        tensor_bytes_total: tensor -> bytes of all samples.
+        tensor_bytes: tensor, or `pictures` -> mean bytes per sample, largest first.
+        tensor_bytes_total: the same -> bytes of all samples.
         faults: what is wrong, a line each.
         pairs: how targets lie on their controls, and how captions repeat.
     """
@@ -94,6 +95,7 @@ class Summary:
     excluded: int
     records: int
     duplicates: int
+    with_rejected: int
     bytes: int
     bytes_per_sample: float
     recipes: dict[str, int]
@@ -280,6 +282,7 @@ class Tally:
     notes: Counter[str] = field(default_factory=Counter)
     tensor_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     clipped: list[int] = field(default_factory=list)
+    with_rejected: int = 0
     pairs: PairTally = field(default_factory=PairTally)
     listed: frozenset[str] = frozenset()
     excluded: int = 0
@@ -304,10 +307,13 @@ class Tally:
         self.tokens.update([entry.tokens for entry in entries])
         self.notes.update([note for entry in entries for note in entry.notes])
         self.clipped += [entry.clipped for entry in entries if entry.clipped]
+        self.with_rejected += sum("rejected_latent" in entry.tensor_bytes for entry in entries)
         self.pairs.add(file, entries)
         for entry in entries:
             for name, size in entry.tensor_bytes.items():
                 self.tensor_bytes[name] += size
+            if place := index.pictures.get(pictures_name(entry.key)):
+                self.tensor_bytes["pictures"] += place.size
 
     def _kept(self, index: ShardIndex) -> tuple[Entry, ...]:
         """The samples of a shard that are not excluded; the others are counted."""
@@ -340,6 +346,7 @@ class Tally:
             excluded=self.excluded,
             records=self.records,
             duplicates=samples - len(np.unique(np.array(self.keys, "S32"))),
+            with_rejected=self.with_rejected,
             bytes=self.tar_bytes,
             bytes_per_sample=(self.tar_bytes - self.excluded_bytes) / samples if samples else 0.0,
             recipes=dict(self.by_recipe),

@@ -27,7 +27,8 @@ class NewSample:
     Attributes:
         stem: name of the shard.
         size: of target and controls, in words.
-        pictures: names of those of the controls, and of the target, which is the last; none where there are none.
+        pictures: names of those of the controls, of the target, and of the rejected target; none where there are none.
+        paired: whether the last of them is the rejected target's.
     """
 
     stem: str
@@ -38,6 +39,7 @@ class NewSample:
     size: str
     prompt: str
     pictures: list[str]
+    paired: bool
 
 
 @dataclass
@@ -107,23 +109,30 @@ def _sample(shard: Shard, entry: Entry) -> NewSample:
     size = entry.shape.in_pixels(shard.index.recipe.latent_scale)
     names = [f"{entry.key}-{number}.jpg" for number in range(_pictures_of(shard, entry))]
     stem, prompt = shard.file.stem, _prompt(shard, entry)
-    return NewSample(stem, entry.key, entry.row, entry.variant, entry.name, size, prompt, names)
+    return NewSample(stem, entry.key, entry.row, entry.variant, entry.name, size, prompt, names, _is_pair(entry))
 
 
 def _pictures_of(shard: Shard, entry: Entry) -> int:
     """How many can be had without all of the record. Those of an earlier qie, of targets alone, lie in it."""
     if pictures_name(entry.key) in shard.index.pictures:
-        return min(len(entry.shape.controls) + 1, MOST_PICTURES)
+        return min(len(entry.shape.controls) + 1 + _is_pair(entry), MOST_PICTURES)
     return int("thumbnail" in entry.tensor_bytes and shard.file.path is not None)
 
 
+def _is_pair(entry: Entry) -> bool:
+    return "rejected_latent" in entry.tensor_bytes
+
+
 def _jpegs(shard: Shard, entry: Entry) -> list[bytes]:
-    """The controls and the target, written anew: what a browser gets is what this process could read."""
+    """The controls and both targets, written anew: what a browser gets is what this process could read."""
     try:
         found = shard.pictures(entry)
     except QieError:
         return []
-    return [] if found is None else [SmallPicture.of(one).jpeg for one in (*found.controls, found.target)]
+    if found is None:
+        return []
+    shown = (*found.controls, found.target, found.rejected)
+    return [SmallPicture.of(one).jpeg for one in shown if one is not None]
 
 
 def _prompt(shard: Shard, entry: Entry) -> str:

@@ -233,11 +233,13 @@ def _newest(number: int, one: Mapping[str, Any]) -> Html:
 
 def _card(number: int, sample: Mapping[str, Any]) -> Html:
     name = f"row {sample['row']:,}" + (f", variant {sample['variant']}" if sample["variant"] else "")
-    *controls, target = [*sample["pictures"]] or [None]
-    words = [(one, f"control {n} of {name}") for n, one in enumerate(controls, start=1)] + [
-        (target, f"target of {name}")
+    ends = ["target", "rejected target"] if sample["paired"] else ["target"]
+    controls = range(1, len(sample["pictures"]) - len(ends) + 1)
+    words = [*(f"control {n}" for n in controls), *ends]
+    shown = [
+        tag("img", src=f"picture/{number}/{one}", alt=f"{what} of {name}", title=what)
+        for one, what in zip(sample["pictures"], words, strict=False)
     ]
-    shown = [tag("img", src=f"picture/{number}/{one}", alt=alt) for one, alt in words if one]
     out = sample["excluded"]
     change = "include" if out else "exclude"
     return tag(

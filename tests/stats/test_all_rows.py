@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from qie.errors import ShardError
 from qie.html_report import all_rows
+from qie.html_report.all_rows import write_all_rows
+from qie.html_report.gallery import look_at
 from qie.shards.discovery import find_indexes
 from qie.shards.pictures import SmallPictures, decode_pictures, encode_pictures
 from qie.shards.reader import Shard
 from qie.shards.writer import ShardWriter
-from qie.stats import change_excluded
-from tests.builders import RECIPE, encode, make_entry, make_sample, make_skipped, plant_shard
+from qie.stats import change_excluded, summarise
+from qie.stores import LocalFolder
+from tests.builders import RECIPE, encode, make_entry, make_sample, make_skipped, plant_shard, write_shard
 from tests.stats.pages import COLOURS, SCRIPT, Page, run
 
 PROMPTS = [SCRIPT, "make it \u202e night", "w" * 1000, "", "make it blue"]
@@ -133,6 +137,23 @@ def test_the_prompt_of_a_sample_is_read_without_its_tensors(tmp_path: Path) -> N
     tar.write_bytes(content)
     with pytest.raises(ShardError, match="longer than the record"):
         Shard(tar.with_suffix(".json")).prompt(shard.index.samples[0])
+
+
+def test_without_pictures_a_decoder_shows_the_rejected_target_too(tmp_path: Path) -> None:
+    write_shard(tmp_path, [make_sample(0, paired=True), make_sample(1)])
+    indexes, seen = find_indexes(tmp_path), []
+
+    def decode(latent: torch.Tensor) -> Image.Image:
+        seen.append(latent)
+        return Image.new("RGB", (8, 8))
+
+    look = look_at(indexes, summarise(indexes), gallery=2, decode=decode)
+    assert [card.pictures.rejected is not None for card in look.cards] == [True, False]
+    found, _ = write_all_rows(indexes, LocalFolder(tmp_path / "beside"), rows=2, decode=decode)
+    names = [[name for name, *_ in pictures[2]] for pictures in found["chunks"][0]]
+    assert names == [["control", "target", "rejected"], ["control", "target"]]
+    rejected = make_sample(0, paired=True).rejected_latent
+    assert sum(torch.equal(one, rejected) for one in seen) == 2 and len(seen) == 2 * 5
 
 
 def test_pictures_that_say_they_are_elsewhere_are_not_shown(tmp_path: Path) -> None:

@@ -34,14 +34,16 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 rows of which the 7th was skipped; the 50th has two controls and a mask. Pictures are in files."""
+    """60 rows of which the 7th was skipped; the 50th has two controls and a mask, the 51st a rejected target. Pictures
+    are in files."""
     folder = tmp_path_factory.mktemp("all") / "my shards"
 
     def sample(row: int) -> Any:
         colours = [Image.new("RGB", (48, 32), COLOURS[(row + one) % len(COLOURS)]) for one in range(3)]
         controls = 2 if row == 50 else 1
         mask = Image.new("L", (48, 32), 0) if row == 50 else None
-        pictures = encode_pictures(SmallPictures(colours[0], tuple(colours[1 : 1 + controls]), mask))
+        rejected = colours[2] if row == 51 else None
+        pictures = encode_pictures(SmallPictures(colours[0], tuple(colours[1 : 1 + controls]), mask, rejected))
         target = (8, 8) if row % 10 == 3 else (4, 6)
         made = make_sample(row, target=target, controls=((4, 6),) * controls, tokens=9 + row % 20, prompt=prompt(row))
         return replace(made, pictures=pictures)
@@ -104,6 +106,17 @@ def test_controls_stand_beside_targets_and_a_mask_dims_what_does_not_count(
     chunks = {f"page_files/pictures-{number:05d}.js" for number in range(4)}
     assert {"page.html", "page_files/facts.js"} <= files <= {"page.html", "page_files/facts.js", *chunks}
     assert tab.complaints == []
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_a_rejected_target_stands_beside_its_target_as_large_as_it(tab: Tab, page: Path, width: int) -> None:
+    opened(tab, page, width=width)
+    choose(tab, "one.type === 'search'", "row 51", "input")
+    boxes = "['target', 'rejected'].map(name => document.querySelector('.shot.' + name).getBoundingClientRect())"
+    target, rejected = tab.value(f"{boxes}.map(box => [box.x, box.y, box.width, box.height])")
+    assert rejected[1:] == target[1:] and target[2] < rejected[0] - target[0] < target[2] + 4
+    alts = tab.value("[...document.images].map(one => one.alt)")
+    assert alts == [f"{what} of row 51" for what in ("control", "target", "rejected target")]
 
 
 def test_all_rows_are_sorted_filtered_and_paged_not_those_on_the_screen_alone(tab: Tab, page: Path) -> None:

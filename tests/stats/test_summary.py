@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 from qie.cli import stats
 from qie.errors import QieError
+from qie.html_report.sections import header
 from qie.shards.discovery import find_indexes
 from qie.shards.grid import merged_ranges
+from qie.shards.pictures import SmallPictures, encode_pictures
 from qie.stats import Summary, summarise
 from qie.stores import LocalFolder, StoreError
 from tests.builders import RECIPE_21, make_recipe, make_sample, make_sample_21, write_shard
@@ -29,6 +33,18 @@ def shards(tmp_path: Path) -> Path:
     write_shard(folder, [*samples, None])
     write_shard(folder, [make_sample(8, target=(6, 8), controls=((6, 8), (2, 2))), samples[1]], start=8)
     return folder
+
+
+def test_rejected_targets_are_counted_and_small_pictures_take_their_bytes(tmp_path: Path) -> None:
+    picture = encode_pictures(SmallPictures(Image.new("RGB", (8, 8))))
+    write_shard(tmp_path, [replace(make_sample(0, paired=True), pictures=picture), make_sample(1)])
+    summary = summary_of(tmp_path, verify=True)
+    assert (summary.with_rejected, summary.to_dict()["with_rejected"], summary.faults) == (1, 1, [])
+    assert summary.tensor_bytes_total["rejected_latent"] == summary.tensor_bytes["pixel_latent"]
+    assert summary.tensor_bytes_total["pictures"] == len(picture)
+    told = CliRunner().invoke(stats.main, [str(tmp_path)]).output
+    assert "\nrejected  1 of the samples has a rejected target\n" in told
+    assert "with a rejected target" in header(summary, [], verified=False, looked_at=0)
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -19,6 +19,7 @@ from qie.precompute.heartbeat import Pulse
 from qie.precompute.progress import PrecomputeRun, StageLoad, WorkerProgress
 from qie.shards.excluded import read_excluded
 from qie.shards.index import Skipped
+from qie.shards.pictures import SmallPictures, encode_pictures
 from qie.stores import Folder, LocalFolder, open_folder
 from qie.watch.index_follower import COMPARE_EVERY, IndexFollower
 from qie.watch.places import open_pages
@@ -223,6 +224,18 @@ def test_what_is_no_index_is_a_fault_in_the_facts_and_what_is_no_progress_is_not
     assert len(found["faults"]) == 4 and "the list of excluded samples" in found["faults"][0]
     assert (len(found["workers"]), found["rows"]["published"]) == (2, 60 + 16 + 8)
     json.dumps(found, allow_nan=False)
+
+
+def test_the_newest_samples_show_rejected_targets_behind_their_targets(tmp_path: Path) -> None:
+    shown = [Image.new("RGB", (8 * number, 8)) for number in (1, 2, 3)]
+    pictures = encode_pictures(SmallPictures(shown[1], (shown[0],), rejected=shown[2]))
+    write_shard(tmp_path, [replace(make_sample(0, paired=True), pictures=pictures)])
+    page = precompute_page([str(tmp_path)])
+    facts = page.facts()
+    (sample,) = facts["folders"][0]["newest"]
+    sizes = [Image.open(io.BytesIO(page.picture(f"0/{name}").content)).width for name in sample["pictures"]]
+    assert sizes == [8, 16, 24]
+    assert 'alt="rejected target of row 0"' in "".join(page.render(facts).values())
 
 
 def test_a_click_excludes_a_sample_that_is_shown_and_another_one_includes_it_again(tmp_path: Path) -> None:
