@@ -87,7 +87,7 @@ def _ask(places: tuple[str, ...], request: str) -> None:
 
 def _lookout(pages: list[LivePage], webhook: str | None) -> AbstractContextManager[object]:
     """Alerts to the webhook as long as the page is served."""
-    from qie.watch.alerts import Lookout, Webhook
+    from qie.watch.webhook import Lookout, Webhook
 
     if webhook is None:
         return nullcontext()

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from qie.html_report.markup import Html, join, tag
-from qie.shards.grid import Range, merged_ranges
+from qie.shards.grid import Range, count_within, merged_ranges
 
 if TYPE_CHECKING:
     from qie.stats import Coverage
@@ -180,13 +180,13 @@ def legend() -> Html:
 
 
 def _words(part: Coverage, stop: int) -> str:
-    sizes = {"covered": _size(part.ranges), "in shards with faults": _size(part.faulty), "skipped": _size(part.skipped)}
-    sizes["missing"] = stop - _size(merged_ranges([*part.ranges, *part.faulty]))
+    sizes = {
+        "covered": count_within(part.ranges),
+        "in shards with faults": count_within(part.faulty),
+        "skipped": count_within(part.skipped),
+    }
+    sizes["missing"] = stop - count_within(merged_ranges([*part.ranges, *part.faulty]))
     return ", ".join(f"{count:,} {name}" for name, count in sizes.items() if count) or "none"
-
-
-def _size(ranges: Sequence[Range]) -> int:
-    return sum(stop - start for start, stop in ranges)
 
 
 def _overlaps(edges: Sequence[Range], ranges: Sequence[Range]) -> list[int]:

@@ -18,7 +18,7 @@ from qie.pretrained import PretrainedModel, read_json
 from qie.quantities import human_bytes
 from qie.recipe import choose_area
 from qie.shards.discovery import published
-from qie.shards.grid import Range
+from qie.shards.grid import Range, count_within
 from qie.shards.index import parse_stem
 from qie.stores import Folder, LocalFolder
 
@@ -127,7 +127,7 @@ def _devices(config: Config) -> str:
 
 def _output(config: Config, pretrained: PretrainedModel, source: Source, folder: Folder, rows: Range) -> str:
     total = rows[1] - rows[0]
-    there = sum(stop - start for start, stop in rows_there(folder, rows))
+    there = count_within(rows_there(folder, rows))
     parts = [f"{there:,} of {total:,} rows are there"] if there else []
     if there < total and (size := expected_bytes(config, pretrained, source, total - there)):
         parts.append(f"about {human_bytes(size)} to come")

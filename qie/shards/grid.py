@@ -45,6 +45,11 @@ def merged_ranges(ranges: Iterable[Range]) -> list[Range]:
     return result
 
 
+def count_within(ranges: Iterable[Range]) -> int:
+    """How many rows there are in ranges that do not overlap."""
+    return sum(stop - start for start, stop in ranges)
+
+
 def missing_rows(rows: NDArray[np.int64]) -> list[Range]:
     """Ranges [start, stop) of rows from 0 on that are in none of [shards, 2] ranges, though one is of later rows."""
     rows = rows[np.lexsort(rows.T[::-1])]

@@ -24,7 +24,7 @@ from qie.shards.grid import Range, merged_ranges
 from qie.shards.index import Skipped, parse_stem
 from qie.shards.record import Whole
 from qie.shards.shard_set import current_compact
-from qie.stores import Folder, MissingError
+from qie.stores import Folder, LocalFolder, MissingError
 
 READ_S = 0.4
 """How long a look may read indexes; those that are left are for the next one."""
@@ -119,11 +119,10 @@ class IndexFollower:
 
     def _date(self) -> int | None:
         """When the folder last changed, on a disk; None where that is not known, or where it may change once more."""
-        path = self.folder.path(".x")
-        if path is None:
+        if not isinstance(self.folder, LocalFolder):
             return None
         with suppress(OSError):
-            date = path.parent.stat().st_mtime_ns
+            date = self.folder.root.stat().st_mtime_ns
             return date if abs(time.time_ns() - date) > _SETTLED_NS else None
         return None
 
@@ -171,7 +170,7 @@ class IndexFollower:
         """Read indexes for a while, the last ones first: who looks wants to see what was written last."""
         until = time.monotonic() + READ_S
         waiting = [*first, *sorted(self._unread.keys() - set(first), reverse=True)]
-        local = self.folder.path(".x") is not None
+        local = isinstance(self.folder, LocalFolder)
         step = 1 if local else _READ_AT_ONCE
         with ThreadPoolExecutor(step) as pool:
             for at in range(0, len(waiting), step):

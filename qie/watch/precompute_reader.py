@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,9 +15,9 @@ from qie.errors import QieError
 from qie.precompute.progress import PROGRESS_FOLDER, PrecomputeRun, WorkerProgress, is_silent, read_progress
 from qie.shards.discovery import index_names
 from qie.shards.excluded import read_excluded
-from qie.shards.grid import Range, merged_ranges
+from qie.shards.grid import Range, count_within, merged_ranges
 from qie.shards.index import Skipped, parse_stem
-from qie.stores import Folder, open_folder
+from qie.stores import Folder, LocalFolder, open_folder
 from qie.watch.index_follower import IndexFollower
 from qie.watch.live_page import WebFile
 from qie.watch.newest_samples import NewestSamples
@@ -102,8 +103,7 @@ class PrecomputeReader:
         read.
         """
         now = self._steady()
-        remote = self.folder.path(".x") is None
-        if self._facts is None or not remote or now - self._facts[0] >= REMOTE_S:
+        if self._facts is None or isinstance(self.folder, LocalFolder) or now - self._facts[0] >= REMOTE_S:
             self._facts = now, self._read()
         return self._facts[1]
 
@@ -127,17 +127,17 @@ class PrecomputeReader:
         excluded = attempt(lambda: read_excluded(self.folder), {})
         alive = [one for one in workers if self._is_alive(one)]
         ages = {one.worker: self._heard[one.worker].now(self._steady()) for one in workers}
-        rows, rate = _rows(self.indexes.rows, workers, alive), _rate(alive)
+        rows, stages = _rows(self.indexes.rows, workers, alive), _stages(alive)
         samples = self.newest.look(self._newest_stems(told))
         found = {
             "place": self.folder.url,
             "state": _state(workers, alive),
             "rows": rows,
-            "rate": rate,
+            "rate": _rate(alive),
             "left_s": _left_s(self.indexes.rows, alive),
             "bytes": self._bytes(rows),
-            "stages": _stages(alive),
-            "bottleneck": _bottleneck(alive),
+            "stages": stages,
+            "bottleneck": _bottleneck(stages),
             "workers": [_worker(one, one in alive, ages[one.worker], self._clock()) for one in workers],
             "newest": [asdict(one) | {"excluded": one.key in excluded} for one in samples],
             "skipped": self._skipped(),
@@ -165,12 +165,10 @@ class PrecomputeReader:
     def _bytes(self, rows: Mapping[str, Any]) -> dict[str, Any]:
         indexes = self.indexes
         each = indexes.tar_bytes / indexes.counted_rows if indexes.counted_rows else None
-        path, free = self.folder.path(".x"), None
-        if path is not None:
-            try:
-                free = shutil.disk_usage(path.parent).free
-            except OSError:
-                free = None
+        free = None
+        if isinstance(self.folder, LocalFolder):
+            with suppress(OSError):
+                free = shutil.disk_usage(self.folder.root).free
         to_come = None if each is None else round(each * max(rows["total"] - rows["published"], 0))
         written = None if each is None else round(each * rows["published"])
         fits = None if free is None or to_come is None else to_come < free
@@ -214,15 +212,11 @@ def _rows(
     shards: Sequence[Range], workers: Sequence[WorkerProgress], alive: Sequence[WorkerProgress]
 ) -> dict[str, Any]:
     """Rows in shards or skipped, on their way there, and of how many: of what runs were given, and is there already."""
-    published = _count(shards)
-    total = _count(merged_ranges([*shards, *(one.run.rows for one in workers)]))
+    published = count_within(shards)
+    total = count_within(merged_ranges([*shards, *(one.run.rows for one in workers)]))
     on_the_way = min(sum(one.rows_open for one in alive), total - published)
     source = max((one.run.source_rows for one in workers), default=None)
     return {"done": published + on_the_way, "published": published, "total": total, "source": source}
-
-
-def _count(ranges: Sequence[Range]) -> int:
-    return sum(stop - start for start, stop in ranges)
 
 
 def _rate(alive: Sequence[WorkerProgress]) -> dict[str, float | None]:
@@ -259,7 +253,7 @@ def _state(workers: Sequence[WorkerProgress], alive: Sequence[WorkerProgress]) -
 
 def _stages(alive: Sequence[WorkerProgress]) -> list[dict[str, Any]]:
     """In their order: the mean share of the time that a worker's stage works, and rows a second of work of all."""
-    names = dict.fromkeys([*(name for name in STAGES), *(name for one in alive for name in one.stages)])
+    names = dict.fromkeys([*STAGES, *(name for one in alive for name in one.stages)])
     found = []
     for name in names:
         loads = [one.stages[name] for one in alive if name in one.stages]
@@ -270,8 +264,7 @@ def _stages(alive: Sequence[WorkerProgress]) -> list[dict[str, Any]]:
     return found
 
 
-def _bottleneck(alive: Sequence[WorkerProgress]) -> dict[str, Any] | None:
-    stages = _stages(alive)
+def _bottleneck(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     if not stages:
         return None
     busiest = max(stages, key=lambda stage: stage["busy"])

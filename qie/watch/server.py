@@ -29,6 +29,7 @@ DEFAULT_PORT = 8765
 PORTS = 20
 """So many are tried from the default one on."""
 MOST_BODY_BYTES = 1 << 16
+STYLES = (("qie.html_report", "page.css"), ("qie.watch", "live.css"), ("qie.watch", "precompute.css"))
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -75,9 +76,6 @@ def make_app(pages: Sequence[LivePage], token: str | None = None) -> ASGIApp:
     routes += [Mount(f"/{page.name}", routes=_routes(page, pages)) for page in pages]
     inner: Starlette = Starlette(routes=[Mount(f"/{token}" if token else "", routes=routes)])
     return _Guard(GZipMiddleware(inner, minimum_size=2000), token)
-
-
-STYLES = (("qie.html_report", "page.css"), ("qie.watch", "live.css"), ("qie.watch", "precompute.css"))
 
 
 def _routes(page: LivePage, pages: Sequence[LivePage]) -> list[Any]:

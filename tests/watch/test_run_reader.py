@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from qie.errors import UsageError
-from qie.watch.alerts import Webhook
 from qie.watch.differences import differing
 from qie.watch.run_pictures import RunPictures
 from qie.watch.run_reader import RunReader, is_run
 from qie.watch.training_page import training_page
+from qie.watch.webhook import Webhook
 from tests.watch.live_runs import NOW, line, of_pairs, validation, write_picture, write_run
 
 
