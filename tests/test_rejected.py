@@ -13,13 +13,19 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
+from qie.config import Config
 from qie.data.sources import open_source
 from qie.errors import RowError
 from qie.precompute import precompute
+from qie.precompute.engine import Settings
+from qie.precompute.estimate import estimate_precompute
+from qie.precompute.overview import expected_bytes
+from qie.pretrained import open_pretrained
 from qie.shards.pictures import decode_pictures
 from qie.shards.record import decode, encode
 from qie.shards.shard_set import ShardSet
 from qie.shards.tensors import CHANNELS, is_text_alone
+from qie.stores import LocalFolder
 from qie.types import Row
 from tests.contracts.test_equivalence import assert_live_equals_cached
 
@@ -127,6 +133,20 @@ def test_sources_find_rejected_targets_by_their_names_or_as_they_are_told(row: R
     assert open_source(folders).read(0).rejected is None
     assert open_source(folders, columns={"rejected": "losers"}).read(0).rejected == worse
     assert Row.of(target=tmp_path / "target.png", rejected=tmp_path / "loser.png", prompt="night").rejected == worse
+
+
+def test_what_is_expected_of_pairs_counts_their_second_latent(
+    encoder, photos: Path, pairs: Path, tiny_edit: Path, tmp_path: Path
+) -> None:
+    config = Config.model_validate({"model": {"pretrained_model_name_or_path": str(tiny_edit)}})
+    pretrained, folder = open_pretrained(str(tiny_edit), components=("vae", "text_encoder")), LocalFolder(tmp_path)
+    sizes, estimates = [], []
+    for place in (photos, pairs):
+        source = open_source(place)
+        sizes.append(expected_bytes(config, pretrained, source, 2))
+        estimates.append(estimate_precompute(source, encoder, folder, rows=(0, 2), settings=Settings()))
+    assert sizes[1] - sizes[0] == 2 * 2 * 16 * 128**2  # two of 1024²
+    assert [found.with_rejected for found in estimates] == [0, 2]
 
 
 def test_its_small_picture_stands_behind_the_target_s(encoder, pairs: Path, tmp_path: Path) -> None:

@@ -273,6 +273,8 @@ def _print_estimate(found: PrecomputeEstimate, recipe: Recipe) -> None:
     echo(f"{found.rows} rows: {samples} samples can be encoded, {len(found.skipped)} cannot; recipe {recipe.digest}")
     for shape, count in found.shapes.most_common():
         echo(f"  {count:6d} × {shape.in_pixels(recipe.latent_scale)}")
+    if found.with_rejected:
+        echo(f"  {found.with_rejected:6d} with a rejected target")
     size = "" if found.bytes is None else f", about {human_bytes(found.bytes)} in all"
     echo(f"{fresh} to encode, {samples - fresh} to reuse{size}")
     if found.encoding_s is not None and fresh:

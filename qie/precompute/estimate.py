@@ -34,6 +34,7 @@ class PrecomputeEstimate:
         rows: how many were checked.
         shapes: samples of the shards, by shape.
         fresh: samples to encode, by shape; records of the others exist.
+        with_rejected: samples of the shards that have a rejected target.
         skipped: rows, or variants of rows, that cannot be encoded.
         bytes: about the size of all records; None if no sample could be measured.
         encoding_s: about the seconds to encode `fresh`; None if no sample could be timed.
@@ -42,6 +43,7 @@ class PrecomputeEstimate:
     rows: int = 0
     shapes: Counter[Shape] = field(default_factory=Counter)
     fresh: Counter[Shape] = field(default_factory=Counter)
+    with_rejected: int = 0
     skipped: list[Skipped] = field(default_factory=list)
     bytes: int | None = None
     encoding_s: float | None = None
@@ -80,6 +82,7 @@ def estimate_precompute(
                 result.skipped.append(Skipped(number, row.name, shape.what, variant=row.variant))
                 continue
             result.shapes[shape] += 1
+            result.with_rejected += row.rejected is not None
             if entry is not None:
                 known[shape] = sum(entry.tensor_bytes.values())
             elif key not in seen:
@@ -108,7 +111,7 @@ def _time(result: PrecomputeEstimate, rows: list[Row], known: dict[Shape, int], 
     for (sample,) in Pipeline(encoder.stages).run([row] for row in rows):
         started = started or time.perf_counter()
         if not isinstance(sample, RowError):
-            measured[sample.shape] = len(encode(sample, encoder.recipe.digest))
+            measured[sample.shape] = len(encode(sample, encoder.recipe.digest)) + len(sample.pictures or b"")
     if not measured:
         return
     per_pixel = sum(measured.values()) / sum(map(_pixels, measured))

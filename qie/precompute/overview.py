@@ -65,7 +65,8 @@ def expected_bytes(config: Config, pretrained: PretrainedModel, source: Source, 
     except (QieError, OSError, IndexError):
         return 0.0  # which is told where the row is needed
     sizes = [_area_of(image, areas) for image in (row.target, *row.controls)]
-    latents = sum(sizes) / family.latent_scale**2 * family.latent_channels * 2
+    paired = sizes[0] if row.rejected is not None else 0
+    latents = (sum(sizes) + paired) / family.latent_scale**2 * family.latent_channels * 2
     fixed = config.data.text_area_px or family.text_area_px
     read = 0 if family.interleaved else sum(fixed or size for size in sizes[1:]) / PIXELS_PER_TOKEN
     text = (PROMPT_TOKENS + read) * _text_width(pretrained) * 2
