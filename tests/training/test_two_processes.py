@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from qie.config import Config
+from qie.data.sources import open_source
 from qie.devices import resolve_device
 from qie.errors import UsageError
+from qie.precompute import precompute
 from qie.training.processes import open_accelerator
 from tests.conftest import ROOT, forget_accelerate
 from tests.training.ranks import LIMIT_S, Ranks
@@ -36,7 +39,11 @@ SETTINGS: dict[str, object] = {
 }
 TRAINED: dict[str, tuple[str, dict[str, object]]] = {
     # Those on the last block's text stream never get a gradient: DDP must not wait for them.
-    "LoRA": ("bench", {"model__lora": {"r": 4, "target_modules": ["to_q", "to_out.0", "add_q_proj", "to_add_out"]}}),
+    # Of a preserved source, processes that share a model have to ask the base together.
+    "LoRA": (
+        "preserving",
+        {"model__lora": {"r": 4, "target_modules": ["to_q", "to_out.0", "add_q_proj", "to_add_out"]}},
+    ),
     "all weights": ("bench", {"model__lora": None}),
     # Rows with no, one and two controls, two draws of each.
     "Qwen-Image-2.1": ("bench_21", {"model__lora": {"r": 4}, "data__control_dropout_rate": 0.3}),
@@ -46,6 +53,19 @@ TRAINED: dict[str, tuple[str, dict[str, object]]] = {
 def losses(folder: Path) -> list[tuple[float, ...]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["loss"], line["grad_norm"]) if "loss" in line else (line["validation_loss"],) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def preserving(bench: Bench, photos: Path, encoder, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A bench whose photographs come twice: with their prompts, and with others to be preserved."""
+    folder, config = tmp_path_factory.mktemp("preserving"), yaml.safe_load((bench.folder / "config.yaml").read_text())
+    place = {"source": str(photos)}
+    source = [place | {"name": "dog"}, place | {"name": "class", "preserve": True, "replace": {"e": "i"}}]
+    precompute(open_source(source), encoder, folder / "shards", rows=(0, 24))
+    config["data"]["source"] = source
+    config["cache"] |= {"cache_dir": str(folder / "shards"), "trust_published": True}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return Bench(folder)
 
 
 @pytest.fixture(scope="module")
