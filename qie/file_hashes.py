@@ -47,11 +47,8 @@ def bytes_to_hash(paths: Iterable[Path]) -> int:
 
 
 def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _identity(path: Path) -> str:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from qie.buffer_pool import ALIGNMENT, BufferPool
 from qie.data.batch import collate
 from qie.data.plan import PlannedBatch
-from qie.rooms import ALIGNMENT, ROOMS
 from qie.types import Batch, Sample
 from tests.builders import make_sample
 
@@ -73,7 +73,7 @@ def test_no_two_batches_that_are_held_share_memory_and_each_tensor_is_aligned() 
 
 
 def test_memory_is_used_again_only_when_the_last_tensor_of_its_batch_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qie.data.batch.ROOMS", type(ROOMS)())  # without what other tests left
+    monkeypatch.setattr("qie.data.batch.BUFFERS", BufferPool())  # without what other tests left
     batch = batch_of(a_sample(0))
     kept, place = batch.pixel_latent, batch.prompt_embed.data_ptr()
     expected = kept.clone()

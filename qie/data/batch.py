@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from qie.buffer_pool import ALIGNMENT, BUFFERS, copy_bits
 from qie.data.plan import PlannedBatch
 from qie.errors import ShardError
-from qie.rooms import ALIGNMENT, ROOMS, copy_bits
 from qie.types import Batch, Sample
 
 
@@ -79,7 +79,7 @@ def _together(parts: Sequence[Sequence[torch.Tensor]], pinned: bool) -> list[tor
 
 
 def _allocated(likes: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]], pinned: bool) -> list[torch.Tensor]:
-    """A tensor of each size, of the type of its `like`: all in one room, where one may be used again."""
+    """A tensor of each size, of the type of its `like`: all in one buffer, where one may be used again."""
     counts = [prod(size) for size in sizes]
     sizes_bytes = [count * like.itemsize for count, like in zip(counts, likes, strict=True)]
     ends = list(accumulate(-(-size_bytes // ALIGNMENT) * ALIGNMENT for size_bytes in sizes_bytes))
@@ -89,10 +89,10 @@ def _allocated(likes: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]], 
             torch.empty(size, dtype=like.dtype, device=like.device, pin_memory=pinned and like.device.type == "cpu")
             for size, like in zip(sizes, likes, strict=True)
         ]
-    room = ROOMS.take(ends[-1])
+    buffer = BUFFERS.take(ends[-1])
     places = zip(likes, counts, [0, *ends[:-1]], sizes, strict=True)
     return [
-        torch.frombuffer(room, dtype=like.dtype, count=count, offset=start).view(size)
+        torch.frombuffer(buffer, dtype=like.dtype, count=count, offset=start).view(size)
         for like, count, start, size in places
     ]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from qie.buffer_pool import ALIGNMENT, BUFFERS, copy_bits
 from qie.errors import ShardError
-from qie.rooms import ALIGNMENT, ROOMS, copy_bits
 from qie.shards.cache import ShardCache
 from qie.shards.index import Entry, ShardIndex, member_name, pictures_name, read_index
 from qie.shards.pictures import SmallPictures, decode_pictures
@@ -107,8 +107,8 @@ class Tar:
             return record
         # What follows the header is aligned as tensors are.
         header_bytes = 8 + int.from_bytes(record[:8], "little")
-        room = ROOMS.take(len(record) + ALIGNMENT)[-header_bytes % ALIGNMENT :]
-        target, source = room[: len(record)], np.frombuffer(record, np.uint8)
+        buffer = BUFFERS.take(len(record) + ALIGNMENT)[-header_bytes % ALIGNMENT :]
+        target, source = buffer[: len(record)], np.frombuffer(record, np.uint8)
         piece_bytes = PIECE_BYTES if told else len(record)
         for at in range(0, len(record), piece_bytes):
             piece = target[at : at + piece_bytes]

@@ -249,27 +249,27 @@ class Table:
 
 
 class Growing:
-    """Arrays of one length, in room that doubles: appending costs what is appended. What was given out stays."""
+    """Arrays of one length, in buffers that double: appending costs what is appended. What was given out stays."""
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self._rooms = dict(arrays)
+        self._buffers = dict(arrays)
         self._length = len(next(iter(arrays.values())))
 
     def append(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """All of each, these last."""
         start, stop = self._length, self._length + len(next(iter(arrays.values())))
         for name, values in arrays.items():
-            room = self._rooms[name]
-            if len(room) < stop or room.dtype != values.dtype:
-                self._rooms[name] = np.empty((2 * stop, *room.shape[1:]), values.dtype)
-                self._rooms[name][:start] = room[:start]
-            self._rooms[name][start:stop] = values
+            buffer = self._buffers[name]
+            if len(buffer) < stop or buffer.dtype != values.dtype:
+                self._buffers[name] = np.empty((2 * stop, *buffer.shape[1:]), values.dtype)
+                self._buffers[name][:start] = buffer[:start]
+            self._buffers[name][start:stop] = values
         self._length = stop
-        return {name: room[:stop] for name, room in self._rooms.items()}
+        return {name: buffer[:stop] for name, buffer in self._buffers.items()}
 
     def replace(self, name: str, array: NDArray[Any]) -> None:
         """Give an array other values; who holds the old ones keeps them."""
-        self._rooms[name] = array
+        self._buffers[name] = array
 
 
 class GrowingTable:

@@ -11,7 +11,7 @@ LAYERS = [
     ["errors", "quantities", "threads"],
     ["png"],
     ["types"],
-    ["families", "paths", "quiet_libraries", "rooms"],
+    ["buffer_pool", "families", "paths", "quiet_libraries"],
     ["file_hashes", "image_formats", "recipe", "stages"],
     ["stores"],
     ["config"],

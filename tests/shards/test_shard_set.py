@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from qie.buffer_pool import ALIGNMENT
 from qie.errors import RecipeMismatchError, ShardError
-from qie.rooms import ALIGNMENT
 from qie.shards.reader import Shard
 from qie.shards.record import encode
 from qie.shards.shard_set import ShardSet, Verify, compact_folder, require_disjoint

@@ -1,4 +1,4 @@
-"""Memory of batches that are gone, for the next ones: a new page costs more than to copy into an old one."""
+"""Buffers of batches that are gone, for the next ones: a new page costs more than to copy into an old one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = 64
-"""Of tensors in a room, in bytes, as torch's allocator has it."""
+"""Of tensors in a buffer, in bytes, as torch's allocator has it."""
 
 
-class _Rooms:
+class BufferPool:
+    """Buffers in host memory, each used again when nothing lies in it any more."""
+
     LEAST_BYTES = 2**18
     """What is smaller costs little wherever it lies."""
     MOST = 8
@@ -28,29 +30,29 @@ class _Rooms:
         if size < self.LEAST_BYTES:
             return np.empty(size, np.uint8)
         with self._lock:
-            fits = [room for room in self._free if size <= len(room) <= 2 * size]
-            room = min(reversed(fits), key=len) if fits else _new(size)
+            fits = [buffer for buffer in self._free if size <= len(buffer) <= 2 * size]
+            buffer = min(reversed(fits), key=len) if fits else _new(size)
             with suppress(ValueError):  # a new one, or one that has just made room for others
-                self._free.remove(room)
+                self._free.remove(buffer)
         # An array: its slices, and whatever is made of them, keep it. A part of a memoryview does not keep that one.
-        array = np.frombuffer(room, np.uint8)
-        weakref.finalize(array, self._give_back, room).atexit = False
+        array = np.frombuffer(buffer, np.uint8)
+        weakref.finalize(array, self._give_back, buffer).atexit = False
         return array
 
-    def _give_back(self, room: mmap.mmap) -> None:
+    def _give_back(self, buffer: mmap.mmap) -> None:
         # No lock: this runs wherever a tensor dies, perhaps in `take`. Each line is one step for other threads.
-        self._free.append(room)
+        self._free.append(buffer)
         del self._free[: -self.MOST]
 
 
 def _new(size: int) -> mmap.mmap:
-    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
     with suppress(OSError):  # a kernel may be without them
-        room.madvise(mmap.MADV_HUGEPAGE)  # written for the first time, 11 MB take half as long
-    return room
+        buffer.madvise(mmap.MADV_HUGEPAGE)  # written for the first time, 11 MB take half as long
+    return buffer
 
 
-ROOMS = _Rooms()
+BUFFERS = BufferPool()
 
 
 def copy_bits(target: NDArray[np.integer], source: NDArray[np.integer]) -> None:
