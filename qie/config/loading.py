@@ -146,8 +146,9 @@ def config_error(error: PydanticError, tree: Any, typed: Typed) -> ConfigError:
     found = first["input"]
     typed_value = f"{dotted(key)}: {str(found).lower()}"
     hint = f"{typed_value} → {MOVED[typed_value]}" if typed_value in MOVED else None
-    where = typed.where(key)
-    return ConfigError(f"a value is refused{more}", where=where, expected=expected, found=repr(found), hint=hint)
+    # Where keys of a section disagree, `expected` names them.
+    told = None if isinstance(found, dict) and first["type"] == "value_error" else repr(found)
+    return ConfigError(f"a value is refused{more}", where=typed.where(key), expected=expected, found=told, hint=hint)
 
 
 def _unknown(keys: list[Key], tree: Any, typed: Typed, more: str) -> ConfigError:

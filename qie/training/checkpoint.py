@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -222,17 +222,26 @@ def require_steps(state: RunState, steps: int, folder: Path) -> None:
         )
 
 
+def _differing(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The settings that differ, by whole names: what the checkpoint says, and this run."""
+    for name, ours in mine.items():
+        other = theirs.get(name)
+        if isinstance(ours, dict) and isinstance(other, dict):
+            inside = _differing(other, {key: ours.get(key) for key in (*other, *ours)})
+            yield from ((f"{name}.{key}", both) for key, both in inside)
+        elif ours != other:
+            yield name, (other, ours)
+
+
 def require_same(state: RunState, mine: dict[str, Any], folder: Path) -> None:
     """Raise QieError when the checkpoint's run has another identity than `mine`; names the difference."""
-    theirs = state.run
-    differing = [name for name in mine if mine[name] != theirs.get(name)]
-    if differing:
+    if differing := dict(_differing(state.run, mine)):
         go_on = "model.adapters" if mine["loss.kind"] else "model.lora.continue_from"
         raise QieError(
             f"the checkpoint belongs to another run: {', '.join(differing)} changed",
             where=folder,
-            expected={name: theirs.get(name) for name in differing},
-            found={name: mine[name] for name in differing},
+            expected={name: theirs for name, (theirs, _) in differing.items()},
+            found={name: ours for name, (_, ours) in differing.items()},
             hint=f"resume with the run's own settings, or start a new run with {go_on}",
         )
 

@@ -13,6 +13,7 @@ from qie.data.stream import Stream
 from qie.pretrained import PretrainedModel
 from qie.quantities import human_bytes, human_count, human_number
 from qie.training.memory import Setup, estimate, image_tokens, offloaded_bytes, recomputation
+from qie.training.model.adapter_file import KINDS
 from qie.training.model.blocks import offloaded_blocks
 
 
@@ -60,7 +61,8 @@ def _samples(stream: Stream, pretrained: PretrainedModel) -> str:
 def _trained(config: Config, accelerator: Accelerator, setup: Setup) -> str:
     lora, parameters, device = config.model.lora, setup.parameters, accelerator.device
     count, whole = human_number(parameters.trained), human_number(parameters.trained + parameters.frozen)
-    what = f"LoRA of rank {lora.r}, {count} of {whole} parameters" if lora else f"all {count} parameters"
+    kind = KINDS[lora.kind.upper()] if lora else ""
+    what = f"{kind} of rank {lora.r}, {count} of {whole} parameters" if lora else f"all {count} parameters"
     dtype = "float32" if setup.value_bytes == 4 else "bfloat16"
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     way = "FSDP" if setup.sharded else "DDP"

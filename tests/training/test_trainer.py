@@ -211,13 +211,14 @@ def test_a_warmup_as_long_as_the_run_and_masks_of_equal_weights_are_told_at_the_
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ShardSet, "masked", True)
-    result = bench.train(tmp_path, train__max_steps=1, lr_scheduler__warmup_steps=1, validation__rows=0)
+    settings = {"model__lora": {"kind": "lokr", "r": 4}, "lr_scheduler__warmup_steps": 1, "validation__rows": 0}
+    result = bench.train(tmp_path, train__max_steps=1, **settings)
     told, lines = result.stderr, result.stderr.splitlines()
     names = ["model", "samples", "training", "steps", "output", "to watch"]
     assert [line[:11].rstrip() for line in lines[: len(names)]] == names, "before the warnings"
     texts = [line[11:] for line in lines]
     assert texts[1] == "9 in 4 shapes, the largest 160×128 px from 160×128"
-    assert texts[2].startswith("LoRA of rank 4, ") and texts[2].endswith(" parameters, in float32 on cpu")
+    assert texts[2].startswith("LoKr of rank 4, ") and texts[2].endswith(" parameters, in float32 on cpu")
     assert texts[3] == "1 of 1 sample, 0.1 epochs; saved at the end"
     checkpoint = tmp_path / "checkpoint-000001"
     assert lines[-1].startswith("next: qie predict --config ") and f" --lora {checkpoint} --image" in lines[-1]

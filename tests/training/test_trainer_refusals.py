@@ -202,8 +202,8 @@ def other_model(tiny_edit: Path, tmp_path: Path) -> dict[str, object]:
 
 
 OTHERS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
-    "rank": ({"model__lora": {"r": 5}}, ("model.lora changed", "'r': 4", "'r': 5")),
-    "targets": ({"model__lora": {"r": 4, "target_modules": ["to_q"]}}, ("model.lora changed", "to_k")),
+    "rank": ({"model__lora": {"r": 5}}, ("model.lora.r changed", "'model.lora.r': 4", "'model.lora.r': 5")),
+    "targets": ({"model__lora": {"r": 4, "target_modules": ["to_q"]}}, ("model.lora.target_modules changed", "to_k")),
     "no adapter": ({"model__lora": None}, ("model.lora changed", "None")),
     "quantisation": ({"model__quantize": "nf4"}, ("model.quantize changed", "None", "nf4")),
     "products": (
@@ -217,9 +217,12 @@ OTHERS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "precision": ({"train__mixed_precision": "bf16"}, ("train.mixed_precision changed", "no", "bf16")),
     "kept precision": ({"train__trained_dtype": "bfloat16"}, ("train.trained_dtype changed", "float32", "bfloat16")),
-    "optimizer": ({"optimizer__class_path": "torch.optim.SGD"}, ("optimizer changed", "AdamW", "SGD")),
-    "rate": ({"optimizer__init_args": {"lr": 0.02}}, ("optimizer changed", "0.01", "0.02")),
-    "schedule": ({"lr_scheduler__scheduler_type": "linear"}, ("lr_scheduler changed", "cosine", "linear")),
+    "optimizer": ({"optimizer__class_path": "torch.optim.SGD"}, ("optimizer.class_path changed", "AdamW", "SGD")),
+    "rate": ({"optimizer__init_args": {"lr": 0.02}}, ("optimizer.init_args.lr changed", "0.01", "0.02")),
+    "schedule": (
+        {"lr_scheduler__scheduler_type": "linear"},
+        ("lr_scheduler.scheduler_type changed", "linear"),
+    ),
     "average": ({"train__ema_decay": 0.5}, ("train.ema_decay changed", "None", "0.5")),
     "accumulation": ({"train__gradient_accumulation_steps": 2}, ("train.gradient_accumulation_steps changed",)),
     "batch": ({"data__batch_size": 2}, ("global_batch_size changed",)),

@@ -101,7 +101,7 @@ def require_kind(kind: str, expected: str, key: str) -> None:
             where=key,
             expected=f"each a {KINDS[expected]}",
             found=f"a {KINDS[kind]}",
-            hint="merge one into the model by qie export --merge, and name the result as the model",
+            hint="merge one into a copy of the model: qie export --merge writes its transformer/",
         )
 
 
@@ -241,7 +241,7 @@ def _read_peft(file: Path) -> AdapterFile:
     """An adapter as peft writes it, and `save_adapter` a LoKr or LoHa. Raises ValueError for one of another program."""
     tensors = load_file(file)
     if other := sorted(name for name in tensors if not name.startswith(PEFT_PREFIX)):
-        raise ValueError(f"{other[0]} is no name of peft's: a LoKr or LoHa of another program")
+        raise ValueError(f"{other[0]} is no name of peft's: a LoKr or LoHa is read from a checkpoint, not as exported")
     config = file.with_name(PEFT_CONFIG)
     if not config.is_file():
         raise ValueError(f"{PEFT_CONFIG}, which says how its factors are scaled, is not beside it")
