@@ -87,7 +87,7 @@ def _of_steps(lines: MetricLines) -> Iterator[Alert]:
     if lost:
         text = f"{lost} of the last {last} steps had no finite loss, and changed nothing."
         yield Alert("loss", text, "A lower optimizer.init_args.lr, or mixed_precision: bf16, may help.")
-    margins = [margin for margin in lines.of_pairs["margin"][-SPAN:] if not math.isnan(margin)]
+    margins = [margin for margin in lines.of_some["margin"][-SPAN:] if not math.isnan(margin)]
     if margins and (margin := _sum(margins) / len(margins)) > LEARNT_MARGIN:
         text = f"The margin of the last {last} steps is {margin:.3g}: such pairs teach nothing more."
         yield Alert("margin", text, "More steps only lead away from the base: stop here, or raise loss.beta.")
@@ -101,7 +101,7 @@ def _of_steps(lines: MetricLines) -> Iterator[Alert]:
 
 
 def _of_validations(run: Mapping[str, Any], lines: MetricLines) -> Iterator[Alert]:
-    rewards = [one.of_pairs["target_reward"] for one in lines.validations[-RISES:]]
+    rewards = [one.of_some["target_reward"] for one in lines.validations[-RISES:]]
     if len(rewards) == RISES and all(reward < 0 for reward in rewards):
         text = f"At {RISES} validations in a row the model predicted preferred targets worse than its base did"
         advice = "The margin grows by what rejected targets lose. loss.supervised_weight holds preferred ones."

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 METRICS = "metrics.jsonl"
 COLUMNS = ("loss", "grad_norm", "lr", "samples_per_s", "step_time_s", "data_wait_s", "peak_memory_bytes", "mfu", "time")
-OF_PAIRS = ("accuracy", "margin", "target_reward", "rejected_reward")
-"""Of a run that learns from pairs, each behind `preference_`."""
+_OF_PAIRS = ("accuracy", "margin", "target_reward", "rejected_reward")
+OF_SOME = {name: f"preference_{name}" for name in _OF_PAIRS} | {"preserved_loss": "preserved_loss"}
+"""Of runs that learn from pairs, or preserve a source: their names in the file."""
 LEVELS = 4
 """Losses and margins are also told for this many parts of the noise levels."""
 MOST = 1e18
@@ -26,7 +27,7 @@ class ValidationLine(NamedTuple):
     step: int
     loss: float
     by_level: list[float | None]
-    of_pairs: dict[str, float]
+    of_some: dict[str, float]
     margin_by_level: list[float | None]
 
 
@@ -35,7 +36,7 @@ class MetricLines:
 
     Attributes:
         steps: of the lines of training steps. columns: their numbers, as many as there are steps.
-        of_pairs: numbers of pairs, as many. has_pairs: whether there is any.
+        of_some: numbers that not every run has, as many. found: those of them that there are.
         levels, margin_levels: losses, and margins of pairs, in each part of the noise levels.
         damaged: lines that are none of qie's.
     """
@@ -47,7 +48,7 @@ class MetricLines:
     def _forget(self) -> None:
         self.steps = array("q")
         self.columns = {name: array("d") for name in COLUMNS}
-        self.of_pairs, self.has_pairs = {name: array("d") for name in OF_PAIRS}, False
+        self.of_some, self.found = {name: array("d") for name in OF_SOME}, set[str]()
         self.levels, self.margin_levels = ([array("d") for _ in range(LEVELS)] for _ in range(2))
         self.validations: list[ValidationLine] = []
         self.damaged = 0
@@ -94,9 +95,9 @@ class MetricLines:
         self.steps.append(step)
         for name, column in self.columns.items():
             column.append(finite_number(values.get(name)))
-        for name, value in _of_pairs(values, "").items():
-            self.of_pairs[name].append(value)
-            self.has_pairs = self.has_pairs or not math.isnan(value)
+        for name, value in _of_some(values, "").items():
+            self.of_some[name].append(value)
+            self.found |= set() if math.isnan(value) else {name}
         parts = {"loss_by_level": self.levels, "preference_margin_by_level": self.margin_levels}
         for name, levels in parts.items():
             for column, part in zip(levels, _numbers(values.get(name)), strict=True):
@@ -105,15 +106,15 @@ class MetricLines:
     def _take_validation(self, step: int, values: dict[str, Any]) -> None:
         while self.validations and self.validations[-1].step >= step:
             self.validations.pop()
-        loss, of_pairs = finite_number(values["validation_loss"]), _of_pairs(values, "validation_")
+        loss, of_some = finite_number(values["validation_loss"]), _of_some(values, "validation_")
         losses, margins = (
             _numbers(values.get(f"validation_{name}_by_level")) for name in ("loss", "preference_margin")
         )
-        self.validations.append(ValidationLine(step, loss, losses, of_pairs, margins))
+        self.validations.append(ValidationLine(step, loss, losses, of_some, margins))
 
     def _drop_last(self) -> None:
         self.steps.pop()
-        for column in (*self.columns.values(), *self.of_pairs.values(), *self.levels, *self.margin_levels):
+        for column in (*self.columns.values(), *self.of_some.values(), *self.levels, *self.margin_levels):
             column.pop()
 
 
@@ -124,8 +125,8 @@ def finite_number(value: object) -> float:
     return float(value)
 
 
-def _of_pairs(values: dict[str, Any], before: str) -> dict[str, float]:
-    return {name: finite_number(values.get(f"{before}preference_{name}")) for name in OF_PAIRS}
+def _of_some(values: dict[str, Any], before: str) -> dict[str, float]:
+    return {name: finite_number(values.get(f"{before}{written}")) for name, written in OF_SOME.items()}
 
 
 def _numbers(values: object) -> list[float | None]:

@@ -81,7 +81,7 @@ class RunReader:
             "span": self._span,
             "recent": self._recent(step, steps),
             "curves": self._curves(),
-            "of_pairs": self.lines.has_pairs,
+            "further": sorted(self.lines.found),
             "validations": [_told_validation(one) for one in self.lines.validations],
             "checkpoints": (checkpoints := self._checkpoints()),
             "adapter": bool(checkpoints) and (self.folder / checkpoints[-1]["name"] / ADAPTER).is_file(),
@@ -130,7 +130,7 @@ class RunReader:
         waited, took = found.pop("data_wait_s"), found["step_time_s"]
         found["waiting"] = waited / took if waited is not None and took else None
         found["lr"] = _plain(columns["lr"][-1]) if self.lines.steps else None
-        found["accuracy"] = _mean(self.lines.of_pairs["accuracy"][-RECENT:])
+        found["accuracy"] = _mean(self.lines.of_some["accuracy"][-RECENT:])
         memory = [value for value in columns["peak_memory_bytes"] if not math.isnan(value)]
         found["peak_memory_bytes"] = max(memory, default=None)
         left = steps - step if steps is not None else None
@@ -158,9 +158,9 @@ class RunReader:
             found[f"loss_{number}"] = thinned("", lines.steps, smoothed(column, 2 * span))
         for name in ("grad_norm", "lr", "samples_per_s", "peak_memory_bytes", "mfu"):
             found[name] = thinned("", lines.steps, lines.columns[name], band=name not in ("lr", "peak_memory_bytes"))
-        if lines.has_pairs:
-            for name, values in lines.of_pairs.items():
-                found[name] = thinned("", lines.steps, smoothed(values, span))
+        for name in sorted(lines.found):
+            found[name] = thinned("", lines.steps, smoothed(lines.of_some[name], span))
+        if "margin" in lines.found:
             for number, column in enumerate(lines.margin_levels):
                 found[f"margin_{number}"] = thinned("", lines.steps, smoothed(column, 2 * span))
         return {name: _plain_curve(curve) for name, curve in found.items()}
@@ -246,9 +246,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _told_validation(one: ValidationLine) -> dict[str, Any]:
-    of_pairs = {name: _plain(value) for name, value in one.of_pairs.items()}
+    of_some = {name: _plain(value) for name, value in one.of_some.items()}
     loss = {"step": one.step, "loss": _plain(one.loss), "by_level": one.by_level}
-    return loss | of_pairs | {"margin_by_level": one.margin_by_level}
+    return loss | of_some | {"margin_by_level": one.margin_by_level}
 
 
 def _plain(value: float) -> float | None:

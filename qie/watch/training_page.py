@@ -33,6 +33,12 @@ STATES = {
     "waiting": ("soft", "nothing written yet"),
 }
 LEVELS = ("σ 0 to ¼: detail", "σ ¼ to ½", "σ ½ to ¾", "σ ¾ to 1: composition")
+FURTHER = {
+    "accuracy": ("Accuracy", "pairs whose target has the larger reward", "held-out pairs", "{:.0%}".format),
+    "margin": ("Margin", "the target's reward over the rejected one's", "held-out pairs", plain_number),
+    "preserved_loss": ("Preserved loss", "how far from the base, on preserved rows", "rows kept out", plain_number),
+}
+"""Numbers that not every run has: title, what they are in training and in validations, and how they are written."""
 MOST_CHECKPOINTS = 100
 MOST_VALUE = 200
 
@@ -215,16 +221,16 @@ def _charts(runs: Sequence[RunFacts]) -> list[Html]:
         ]
 
     alone = runs[0] if len(runs) == 1 else None
-    large = [_loss(runs, curves), _validation(runs), *_preference(runs)]
+    large = [_loss(runs, curves), _validation(runs), *_further(runs)]
     small = [
-        *(_rewards(alone) if alone and alone["of_pairs"] else ()),
+        *(_rewards(alone) if alone and "target_reward" in alone["further"] else ()),
         *(_by_level(alone) if alone else ()),
         Chart("Learning rate", "", curves("lr"), number=_power, zero=True),
         Chart("Gradient norm", "before clipping", curves("grad_norm"), zero=True),
         Chart("Speed", "samples a second", curves("samples_per_s"), zero=True),
         Chart("Waiting for data", "part of a step", curves("waiting"), number=lambda part: f"{part:.3g}", zero=True),
         Chart("Memory", "the most so far", curves("peak_memory_bytes"), number=human_bytes, zero=True),
-        Chart("MFU", "of what the GPU can do", curves("mfu"), number=_part, zero=True),
+        Chart("MFU", "of what the GPU can do", curves("mfu"), number="{:.0%}".format, zero=True),
     ]
     last = max(run["step"] for run in runs)
     return [
@@ -276,7 +282,7 @@ def _held_out(run: RunFacts, what: str, name: str, kind: int, level: int | None 
 
 def _by_level(run: RunFacts) -> list[Chart]:
     charts = []
-    shown = [("margin", "margin_by_level", ("Margin", "Validation margin"))] if run["of_pairs"] else []
+    shown = [("margin", "margin_by_level", ("Margin", "Validation margin"))] if "margin" in run["further"] else []
     for what, levels, titles in (*shown, ("loss", "by_level", ("Loss", "Validation"))):
         training = [_curve(run["curves"][f"{what}_{number}"], name, number) for number, name in enumerate(LEVELS)]
         validation = [_held_out(run, levels, name, number, number) for number, name in enumerate(LEVELS)]
@@ -287,24 +293,22 @@ def _by_level(run: RunFacts) -> list[Chart]:
     return charts
 
 
-def _preference(runs: Sequence[RunFacts]) -> list[Chart]:
-    """What is preferred of pairs, in training and of those that were held out; of several runs one of the two."""
-    charts, learning = [], [(number, run) for number, run in enumerate(runs) if run["of_pairs"]]
-    held_out = any(one["accuracy"] is not None for _, run in learning for one in run["validations"])
-    for what, title, about in (
-        ("accuracy", "Accuracy", "pairs whose target has the larger reward"),
-        ("margin", "Margin", "the target's reward over the rejected one's"),
-    ):
-        number = _part if what == "accuracy" else plain_number
-        if len(runs) == 1 and learning:
+def _further(runs: Sequence[RunFacts]) -> list[Chart]:
+    """Of runs that have pairs, or preserve a source: a number in training and in validations; of several runs one of
+    the two."""
+    charts = []
+    for what, (title, about, held_out, number) in FURTHER.items():
+        having = [(kind, run) for kind, run in enumerate(runs) if what in run["further"]]
+        validated = any(one[what] is not None for _, run in having for one in run["validations"])
+        if len(runs) == 1 and having:
             smooth = _curve(runs[0]["curves"][what], f"mean of {human_count(runs[0]['span'], 'step')}", 0)
-            charts.append(Chart(title, about, [smooth, _held_out(runs[0], what, "held-out pairs", 1)], number))
+            charts.append(Chart(title, about, [smooth, _held_out(runs[0], what, held_out, 1)], number))
             continue
         curves = [
-            _held_out(run, what, run["name"], kind) if held_out else _curve(run["curves"][what], run["name"], kind)
-            for kind, run in learning
+            _held_out(run, what, run["name"], kind) if validated else _curve(run["curves"][what], run["name"], kind)
+            for kind, run in having
         ]
-        charts.append(Chart(title, "held-out pairs" if held_out else about, curves, number))
+        charts.append(Chart(title, held_out if validated else about, curves, number))
     return charts
 
 
@@ -318,10 +322,6 @@ def _rewards(run: RunFacts) -> list[Chart]:
         Chart("Rewards", unit, training, zero=True),
         Chart("Rewards of held-out pairs", "", held_out, zero=True),
     ]
-
-
-def _part(value: float) -> str:
-    return f"{value:.0%}"
 
 
 def _comparison(runs: Sequence[RunFacts]) -> Html:

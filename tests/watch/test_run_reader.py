@@ -163,7 +163,7 @@ def test_alerts_are_told_in_words_with_their_figures(tmp_path: Path) -> None:
 
 
 def test_a_run_of_pairs_shows_what_it_prefers_and_tells_when_it_only_leaves_its_base(tmp_path: Path) -> None:
-    plain, run = write_run(tmp_path / "plain"), write_run(tmp_path / "run")
+    plain, run = (write_run(tmp_path / name) for name in ("plain", "run"))
     checks = [validation(step, 0.1, **of_pairs(-reward, -3.0)) for step, reward in ((10, 0.5), (20, 0.25), (30, 1.5))]
 
     def facts(target: float, rejected: float) -> dict[str, Any]:
@@ -183,6 +183,16 @@ def test_a_run_of_pairs_shows_what_it_prefers_and_tells_when_it_only_leaves_its_
         page = training_page(runs)
         parts = page.render(page.facts())["curves"]
         assert [title for title in titles if f"<h3>{title}<" in parts] == shown
+
+
+def test_the_loss_of_preserved_rows_has_a_curve_where_a_step_had_some(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    steps = [line(step, preserved_loss=0.25 if step % 2 else None) for step in range(1, 41)]
+    (run / "metrics.jsonl").write_text("".join([*steps, validation(40, 0.1, preserved_loss=0.5)]))
+    page = training_page([run])
+    facts = page.facts()
+    assert facts["runs"][0]["further"] == ["preserved_loss"] and "<h3>Preserved loss<" in page.render(facts)["curves"]
+    assert facts["runs"][0]["curves"]["preserved_loss"]["values"] == [0.25] * 40
 
 
 def test_a_disk_that_has_no_room_for_two_checkpoints_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
