@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qie.errors import ConfigError, QieError
 from qie.training.model import blocks as blocks_module
+from qie.training.model.adapted_linear import trace_doras
 from qie.training.model.blocks import (
     KeptActivations,
     blocks_keeping_attention,
@@ -27,7 +28,8 @@ from qie.training.model.blocks import (
     compile_blocks,
     offloaded_blocks,
 )
-from tests.training.small import gradients, inputs, small_transformer
+from qie.training.model.lora import without_trained
+from tests.training.small import LORA_TARGETS, gradients, inputs, kinds, ready, small_transformer
 
 CPU = torch.device("cpu")
 MATRICES = 14  # of a block, frozen
@@ -357,6 +359,24 @@ def test_each_block_runs_compiled_and_few_graphs_serve_all_blocks_and_sizes(expe
     for text_tokens in (9, 20):
         gradients(transformer, **inputs(text_tokens=text_tokens))
     assert 1 < graphs <= 3 and backend.graphs == graphs
+
+
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")  # torch's own, of LoHa
+@pytest.mark.parametrize("kind", ["LoKr", "LoHa", "DoRA"])
+def test_each_kind_of_adapter_is_compiled_whole_and_left_out_where_it_takes_no_part(kind: str) -> None:
+    transformer = ready(
+        small_transformer(False, num_layers=1), kinds(LORA_TARGETS)[kind], own=True, dtype=torch.float32
+    )
+    trace_doras(transformer)
+    layer = transformer.transformer_blocks[0].attn.to_q
+    compiled = torch.compile(layer.forward, fullgraph=True, backend="eager")
+    tokens = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        expected = layer(tokens)
+        assert (compiled(tokens) - expected).abs().max() < 1e-6
+        with torch.no_grad(), without_trained(transformer):
+            absent = layer(tokens)
+            assert torch.equal(compiled(tokens), absent) and (absent - expected).abs().max() > 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from qie.training.model.fp8 import FP8Linear
+from qie.training.model.quantize import ScaledLinear
 
 
 def product(tokens: Tensor, layer: Any) -> Tensor:
@@ -58,3 +64,33 @@ def _plain_adapters(layer: Any, dtype: torch.dtype) -> list[tuple[Tensor, Tensor
             return None
         found.append((down.weight, up.weight, layer.scaling[name]))
     return found
+
+
+def trace_doras(transformer: nn.Module) -> None:
+    """Let torch.compile trace DoRAs: peft asks in which module the class of a weight is, and there it stops."""
+    for module in transformer.modules():
+        if type(module) is DoraLinearLayer:
+            module.__class__ = _Dora
+
+
+class _Dora(DoraLinearLayer):  # type: ignore[misc]
+    def forward(self, tokens: Tensor, *, base_layer: Any, **named: Any) -> Tensor:
+        if isinstance(base_layer, (ScaledLinear, FP8Linear)):
+            weight = base_layer.weight.dequantize()
+        elif type(base_layer) is nn.Linear:
+            weight = base_layer.weight
+        else:
+            weight = dequantize_module_weight(base_layer)
+        found: Tensor = super().forward(tokens, base_layer=_Weight(weight, base_layer.bias), **named)
+        return found
+
+
+@dataclass
+class _Weight:
+    """As a layer of HQQ, the one that peft has restore its weight itself."""
+
+    W_q: Tensor
+    bias: Tensor | None
+
+    def dequantize(self) -> Tensor:
+        return self.W_q

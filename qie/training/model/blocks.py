@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from qie.errors import ConfigError, QieError
+from qie.training.model.adapted_linear import trace_doras
 from qie.training.model.sharding import keep_from_ddp
 
 
@@ -195,6 +196,7 @@ def compile_blocks(transformer: QwenImageTransformer2DModel, backend: str | Call
     such as those that fetch offloaded weights or those of FSDP, stay outside. Sizes are dynamic from the start: text
     lengths differ from batch to batch.
     """
+    trace_doras(transformer)
     for block in transformer.transformer_blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=True, backend=backend)
         block.register_forward_pre_hook(_allow_versions)

@@ -8,7 +8,9 @@ the products, and works on weights of any storage.
 **LoHa** (FedPara, arXiv:2108.06098) adds the product, value by value, of two low-rank matrices. Its change has as many
 numbers as the weight, and is made in each forward pass.
 
-peft has both, with its names and parameters; here only the products are others.
+peft has both, with its names and parameters; here only the products are others, and nothing is drawn: peft's layers
+draw a number in each forward pass, to leave an adapter out if it falls below `module_dropout`, and torch.compile stops
+there.
 """
 
 from __future__ import annotations
@@ -22,8 +24,21 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 
+def _sum(layer: Any, tokens: Tensor) -> Tensor:
+    """What a layer and its active adapters make of tokens."""
+    found: Tensor = layer.base_layer(tokens)
+    if layer.disable_adapters or layer.merged:
+        return found
+    for name in layer.active_adapters:
+        if name in layer._available_adapters:
+            found = found + layer._get_delta_activations(name, tokens)
+    return found.to(tokens.dtype)
+
+
 class LoKrLinear(lokr.layer.Linear):  # type: ignore[misc]
     """peft's layer, which does not make the Kronecker product."""
+
+    forward = _sum
 
     def _get_delta_activations(self, adapter_name: str, input: Tensor, *_: Any, **__: Any) -> Tensor:
         left, right = (self._matrices(part, adapter_name) for part in ("lokr_w1", "lokr_w2"))
@@ -55,6 +70,8 @@ class LoKrLinear(lokr.layer.Linear):  # type: ignore[misc]
 
 class LoHaLinear(loha.layer.Linear):  # type: ignore[misc]
     """peft's layer, which rounds the change, not each step to it, to the dtype that it computes in."""
+
+    forward = _sum
 
     def _get_delta_activations(self, adapter_name: str, input: Tensor, *_: Any, **__: Any) -> Tensor:
         change = self.get_delta_weight(adapter_name)
