@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -55,7 +56,15 @@ def _samples(stream: Stream, pretrained: PretrainedModel) -> str:
         return f"{len(columns):,} so far{size}; the others as they are written"
     held_out = len(stream.validation_batches())
     more = f"; {held_out} more for validation" if held_out else ""
-    return f"{len(columns) - len(stream.held_out):,}{size}{more}"
+    kept = f", {_preserved(stream):,} of them preserved" if stream.preserved else ""
+    return f"{len(columns) - len(stream.held_out):,}{size}{kept}{more}"
+
+
+def _preserved(stream: Stream) -> int:
+    """Of the samples that are trained on."""
+    columns = stream.samples.columns
+    numbers = [number for number, name in enumerate(columns.source_names) if name in stream.preserved]
+    return int(np.isin(np.delete(columns.sources, stream.held_out), numbers).sum())
 
 
 def _trained(config: Config, accelerator: Accelerator, setup: Setup) -> str:
