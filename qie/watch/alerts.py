@@ -19,8 +19,8 @@ SPIKE = 10.0
 """Times the usual gradient norm."""
 SPAN = 100
 """Steps that an alert looks back on."""
-LEARNT_MARGIN = 5.0
-"""The loss of such a pair is below 0.01."""
+LEARNT_MARGIN, LEARNT = 5.0, 0.95
+"""A pair with such a margin has a loss below 0.01; a part of the pairs, since their mean may be that of a few."""
 LEAST_STEPS = 20
 LEAST_FREE_BYTES = 2 * 10**9
 
@@ -87,9 +87,10 @@ def _of_steps(lines: MetricLines) -> Iterator[Alert]:
     if lost:
         text = f"{lost} of the last {last} steps had no finite loss, and changed nothing."
         yield Alert("loss", text, "A lower optimizer.init_args.lr, or mixed_precision: bf16, may help.")
-    margins = [margin for margin in lines.of_some["margin"][-SPAN:] if not math.isnan(margin)]
-    if margins and (margin := _sum(margins) / len(margins)) > LEARNT_MARGIN:
-        text = f"The margin of the last {last} steps is {margin:.3g}: such pairs teach nothing more."
+    margin, right = (_mean(lines.of_some[name][-SPAN:]) for name in ("margin", "accuracy"))
+    if margin > LEARNT_MARGIN and right >= LEARNT:
+        pairs = f"Of the last {last} steps {right:.0%} of the pairs are right"
+        text = f"{pairs}, by a margin of {margin:.3g}: they teach no more."
         yield Alert("margin", text, "More steps only lead away from the base: stop here, or raise loss.beta.")
     usual = [norm for norm in columns["grad_norm"][-5 * SPAN :] if not math.isnan(norm)]
     median = statistics.median(usual) if usual else 0.0
@@ -127,6 +128,12 @@ def _of_disk(run: Mapping[str, Any]) -> Iterator[Alert]:
         yield Alert(
             "disk", f"{human_bytes(free)} are left on the disk{size}.", "train.keep_last removes old checkpoints."
         )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN of no numbers."""
+    there = [value for value in values if not math.isnan(value)]
+    return sum(there) / len(there) if there else math.nan
 
 
 def _sum(values: Sequence[float]) -> float:

@@ -43,10 +43,10 @@ def validation(step: int, loss: float, **values: Any) -> str:
     return json.dumps(found | {f"validation_{name}": value for name, value in values.items()}) + "\n"
 
 
-def of_pairs(target: float, rejected: float) -> dict[str, Any]:
+def of_pairs(target: float, rejected: float, accuracy: float = 0.75) -> dict[str, Any]:
     """What a line has of pairs with these rewards."""
     margin = target - rejected
-    found = {"accuracy": 0.75, "margin": margin, "target_reward": target, "rejected_reward": rejected}
+    found = {"accuracy": accuracy, "margin": margin, "target_reward": target, "rejected_reward": rejected}
     found["margin_by_level"] = [margin, None, margin, margin]
     return {f"preference_{name}": value for name, value in found.items()}
 
