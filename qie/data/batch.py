@@ -51,7 +51,7 @@ def collate(
     return Batch(
         keys=tuple(sample.key for sample in samples),
         indices=planned.positions,
-        weight=torch.tensor(planned.weights),
+        weight=torch.tensor(planned.weights, dtype=torch.float32),
         pixel_latent=pixel_latent,
         control_latent=tuple(control_latent),
         prompt_embed=prompt_embed,

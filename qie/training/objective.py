@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, Protocol, TypeVar
 
 import torch
-from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch.nn.functional import huber_loss, mse_loss, pad
 
 from qie.config import Config, LossConfig
@@ -260,8 +260,11 @@ class Objective:
         """
         noise = draw_noise(self.seed, _VALIDATION, batch.keys, batch.pixel_latent.shape[1:])
         kept = torch.zeros(len(batch), dtype=torch.bool)
+        levels = torch.full((len(batch),), level, dtype=_DRAWN)
         with _evaluating(model):
-            return self.losses(model, batch, NoiseDraws(noise, torch.full((len(batch),), level), kept, kept))
+            return self.losses(
+                model, batch, NoiseDraws(noise, torch.full((len(batch),), level, dtype=_DRAWN), kept, kept)
+            )
 
     def _pixel_weight(self, batch: Batch) -> torch.Tensor | None:
         foreground, background = self.section.mask_foreground_weight, self.section.mask_background_weight
@@ -355,18 +358,29 @@ def draw_sigmas(
     """
     shape = {"logit_mean": logit_mean, "logit_std": logit_std, "mode_scale": mode_scale}
     if stratified and draws > 1:
-        starts = torch.stack([torch.rand((), generator=generator(seed, step, key, "sigma strata")) for key in keys])
-        quantiles = (starts[:, None] + torch.arange(draws) / draws) % 1
+        starts = torch.cat([_uniform(generator(seed, step, key, "sigma strata")) for key in keys])
+        quantiles = (starts[:, None] + torch.arange(draws, dtype=torch.float32) / draws) % 1
         found = sigma_quantile(quantiles.flatten(), sampling, **shape)
     else:
         generators = (
             generator(seed, step, key, _numbered("sigma", number)) for key, number in product(keys, range(draws))
         )
-        found = torch.cat(
-            [compute_density_for_timestep_sampling(sampling, 1, **shape, generator=own) for own in generators]
-        )
+        # One by one: the last bits of several depend on how many there are.
+        if sampling == "logit_normal":
+            normal = (torch.normal(logit_mean, logit_std, (1,), generator=own, dtype=_DRAWN) for own in generators)
+            found = torch.cat([torch.sigmoid(one) for one in normal])
+        else:
+            found = torch.cat([sigma_quantile(_uniform(own), sampling, **shape) for own in generators])
     # A weighting may divide by it: from the least level of diffusers' schedules on. A large mode_scale leaves [0, 1].
     return found.clamp(1e-3, 1.0)
+
+
+_DRAWN = torch.float32
+"""Whatever torch's default is: while a library builds a model of another dtype, in any thread, it is that."""
+
+
+def _uniform(own: torch.Generator) -> torch.Tensor:
+    return torch.rand(1, generator=own, dtype=_DRAWN)
 
 
 def sigma_quantile(
@@ -382,8 +396,7 @@ def sigma_quantile(
 
 def draw_dropped(seed: int, step: int, keys: Sequence[str], rate: float, what: str) -> torch.Tensor:
     """Which samples lose their `what` (prompt, controls) in this step, [B] bool: each `what` by its own chance."""
-    draws = [torch.rand((), generator=generator(seed, step, key, f"{what} dropout")) for key in keys]
-    return torch.stack(draws) < rate
+    return torch.cat([_uniform(generator(seed, step, key, f"{what} dropout")) for key in keys]) < rate
 
 
 def dynamic_shift(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from functorch.compile import make_boxed_func
 from peft import LoraConfig
 from torch._dynamo.backends.common import aot_autograd
@@ -213,6 +214,15 @@ def test_frozen_matrices_are_offloaded_to_placeholders_of_one_element_and_what_i
     assert len(matrices) == 6 * MATRICES
     assert {name for name, weight in after.items() if weight.untyped_storage().nbytes() <= 4} == matrices
     assert all(after[name] is before[name] for name in before.keys() - matrices)
+
+
+def test_offloaded_weights_arrive_while_another_thread_builds_a_model() -> None:
+    """All modules then register parameters without memory."""
+    transformer = small_transformer(num_layers=2)
+    checkpoint_activations(transformer, 0, 2, CPU)
+    with init_empty_weights():
+        found = gradients(transformer)
+    assert_equal_but_for_rounding(found, gradients(small_transformer(num_layers=2)))
 
 
 class Driver:

@@ -17,7 +17,7 @@ from qie.errors import ConfigError, ModelError
 from qie.families import FAMILIES
 from qie.training.model.single_stream import use_single_stream
 from qie.training.model.training_forward import use_training_forward
-from qie.training.objective import Objective, draw_noise, draw_sigmas, sigma_quantile
+from qie.training.objective import Objective, draw_dropped, draw_noise, draw_sigmas, sigma_quantile
 from qie.training.run import require_one_draw
 from qie.types import Batch, Sample
 from tests.training.adapters import trained_adapter
@@ -36,6 +36,23 @@ def test_the_first_draw_of_a_sample_is_the_same_for_any_number_of_them_and_all_d
     assert torch.equal(three[::3], one) and len({float(noise[0, 0]) for noise in three}) == 9
     one, three = (draw_sigmas(3, 7, KEYS, "uniform", draws=count) for count in (1, 3))
     assert torch.equal(three[::3], one) and len(set(three.tolist())) == 9
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+@pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "mode"])
+def test_draws_are_the_same_while_another_thread_builds_a_model(sampling: str, stratified: bool) -> None:
+    """Of another dtype, which is then torch's default in all threads."""
+
+    def drawn() -> tuple[torch.Tensor, torch.Tensor]:
+        dropped = draw_dropped(3, 7, [str(key) for key in range(200)], 0.5, "caption")
+        return draw_sigmas(3, 7, KEYS, sampling, draws=4, stratified=stratified), dropped
+
+    expected, before = drawn(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert all(map(torch.equal, drawn(), expected))
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "mode"])

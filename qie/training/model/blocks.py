@@ -237,6 +237,11 @@ class _OffloadedWeight:
     placeholder: nn.Parameter
     host: Tensor
 
+    def put(self, value: nn.Parameter) -> None:
+        """Not by `setattr`: while a library builds a model, in any thread, it has modules take no memory, all of them.
+        Encoders are loaded beside training, when the first row comes that no shard holds."""
+        self.module._parameters[self.name] = value
+
 
 class _Fetched:
     """Weights that are on their way to the device, or have arrived.
@@ -359,14 +364,14 @@ class _Offloader:
     def _make_resident(self, index: int, *_: object) -> None:
         fetched = self._ahead.pop(index) if index in self._ahead else self._fetch(index)
         for weight, value in zip(self._weights[index], fetched.taken(), strict=True):
-            setattr(weight.module, weight.name, value)
+            weight.put(value)
         following = self._following(index)
         if 0 <= following < len(self._weights) and following not in self._ahead:
             self._ahead[following] = self._fetch(following)
 
     def _evict(self, index: int, *_: object) -> None:
         for weight in self._weights[index]:
-            setattr(weight.module, weight.name, weight.placeholder)
+            weight.put(weight.placeholder)
 
     def _following(self, index: int) -> int:
         """A guess which offloaded block is computed next: a wrong one costs only time.
