@@ -262,9 +262,7 @@ class Objective:
         kept = torch.zeros(len(batch), dtype=torch.bool)
         levels = torch.full((len(batch),), level, dtype=_DRAWN)
         with _evaluating(model):
-            return self.losses(
-                model, batch, NoiseDraws(noise, torch.full((len(batch),), level, dtype=_DRAWN), kept, kept)
-            )
+            return self.losses(model, batch, NoiseDraws(noise, levels, kept, kept))
 
     def _pixel_weight(self, batch: Batch) -> torch.Tensor | None:
         foreground, background = self.section.mask_foreground_weight, self.section.mask_background_weight
