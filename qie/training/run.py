@@ -420,9 +420,12 @@ def require_one_draw(family: Family, draws_per_sample: int) -> None:
 
 
 def require_pairs(config: Config, stream: Stream) -> None:
-    """Raise ConfigError when preferences are to be learnt, and a sample that is not excluded has no rejected target."""
+    """Raise ConfigError when preferences are to be learnt, and a sample that is not excluded has no rejected target.
+
+    Of a stream that grows, those that are there by now: a batch of others is refused when it comes.
+    """
     samples = stream.samples
-    if not (config.loss.of_pairs and stream.plans.whole):
+    if not config.loss.of_pairs:
         return
     lacking = [position for position in np.flatnonzero(~samples.paired).tolist() if not stream.is_excluded(position)]
     if lacking:

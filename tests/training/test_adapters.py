@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -156,6 +157,23 @@ def test_layers_keep_ranks_and_alphas_of_their_own(tiny_edit: Path, batch, tmp_p
     transformer.add_adapter(PeftConfig(**PLAIN, target_modules=["to_q", "to_k"], **patterns))
     save_adapter(randomise(transformer), tmp_path)
     assert_exported(tiny_edit, tmp_path, transformer, batch)
+
+
+def test_an_adapter_is_not_merged_into_quantised_weights(tiny_edit: Path, tmp_path: Path) -> None:
+    folder = saved(tiny_edit, tmp_path, r=2)
+    shutil.copytree(tiny_edit, tmp_path / "model")
+    place = tmp_path / "model" / "transformer"
+    file = next(place.glob("*.safetensors"))
+    save_file(
+        {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(file).items()}, file, {"format": "pt"}
+    )
+    with pytest.raises(UsageError, match=r"(?s)quantised weights.*float8_e4m3fn.*--dtype bfloat16"):
+        merge_adapter(open_pretrained(str(tmp_path / "model")), folder, tmp_path / "merged")
+    told = json.loads((place / "config.json").read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    (place / "config.json").write_text(json.dumps(told))
+    with pytest.raises(UsageError, match=r"(?s)quantised weights.*bitsandbytes.*as --model"):
+        merge_adapter(open_pretrained(str(tmp_path / "model")), folder, tmp_path / "merged", torch.bfloat16)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_an_adapter_as_peft_saves_it_keeps_its_scale(tiny_edit: Path, batch, tmp_path: Path) -> None:

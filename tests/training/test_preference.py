@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -214,5 +215,8 @@ def test_rows_without_a_rejected_target_are_named_and_may_be_excluded(tmp_path: 
     config = Config.model_validate(tree)
     with pytest.raises(ConfigError, match=r"(?s)1 of 3 samples have none: of rows 1\n.*exclude them with qie-stats"):
         require_pairs(config, open_stream(tmp_path))
+    growing = SimpleNamespace(samples=open_stream(tmp_path).samples, is_excluded=lambda position: False)
+    with pytest.raises(ConfigError, match="of rows 1\n"):
+        require_pairs(config, growing)
     (tmp_path / EXCLUDED_NAME).write_text(f"{samples[1].key}\n")
     require_pairs(config, open_stream(tmp_path))

@@ -28,7 +28,7 @@ from qie.config import AdapterConfig
 from qie.config import LoraConfig as LoraSection
 from qie.errors import ConfigError, QieError, UsageError
 from qie.paths import local_path
-from qie.pretrained import PretrainedModel, loading
+from qie.pretrained import PretrainedModel, loading, read_json
 from qie.training.model.adapter_file import (
     ADAPTER_FILE,
     PART,
@@ -417,7 +417,7 @@ def merge_adapter(
         raise UsageError("the output exists already", where=output, hint="remove it, or choose another")
     key = "the path of the adapter"
     lora = read_adapter(find_adapter(place), key)
-    transformer = load_transformer(pretrained, dtype or _stored_dtype(pretrained.component("transformer")))
+    transformer = load_transformer(pretrained, _dtype_to_merge_in(pretrained.component("transformer"), dtype))
     _attach(transformer, lora, "merged", key)
     _fuse(transformer, lora, scale)
     transformer.unload_lora()
@@ -437,6 +437,21 @@ def _fuse(transformer: QwenImageTransformer2DModel, lora: AdapterFile, scale: fl
             except ValueError as error:
                 raise QieError("a merged weight is not finite", where=f"{lora.file}, {name}", found=error) from error
             layer.to(stored)
+
+
+def _dtype_to_merge_in(folder: Path, dtype: torch.dtype | None) -> torch.dtype:
+    """`dtype`, or that of the transformer in a folder. Raises UsageError if its weights are quantised."""
+    how = read_json(folder / "config.json").get("quantization_config")
+    found = dtype or _stored_dtype(folder)
+    if how or found.itemsize == 1:
+        raise UsageError(
+            "an adapter cannot be merged into quantised weights, of which small changes are lost",
+            where=folder,
+            expected="a model as it was released, in bfloat16, float16 or float32",
+            found=how.get("quant_method", how) if isinstance(how, dict) else how or found,
+            hint="give that as --model, and quantise the merged one" if how else "--dtype bfloat16",
+        )
+    return found
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
