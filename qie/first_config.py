@@ -24,7 +24,7 @@ from qie.errors import RowError, UsageError, shown
 from qie.families import FAMILIES, Family
 from qie.paths import local_path
 from qie.pretrained import PretrainedModel, open_pretrained
-from qie.training.memory import Setup, Tokens, estimate, offloaded_bytes, setup_of
+from qie.training.memory import Setup, Tokens, estimate, half_as_large, offloaded_bytes, setup_of
 
 ROWS = 32
 """Rows that are read, spread over all."""
@@ -93,10 +93,7 @@ class BasePlan:
             draws=self.draws,
             optimizer_bytes=2.0 if self.optimizer == ADAM_8BIT else setup.optimizer_bytes,
         )
-        if self.halved:
-            target = setup.target_tokens and setup.target_tokens // 2
-            found = replace(found, image_tokens=setup.image_tokens // 2, target_tokens=target)
-        return found
+        return half_as_large(found) if self.halved else found
 
 
 def plans(family: Family, blocks: int) -> Iterator[BasePlan]:

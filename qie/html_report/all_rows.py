@@ -14,7 +14,7 @@ from shlex import quote
 from typing import Any
 
 from qie.errors import QieError, shown
-from qie.html_report.gallery import Decode
+from qie.html_report.gallery import PICTURE_PX, Decode
 from qie.html_report.markup import cut
 from qie.shards.index import Entry, Skipped
 from qie.shards.pictures import SmallPictures, encode_pictures, spots_of
@@ -187,7 +187,7 @@ def _decoded(shard: Shard, entry: Entry, decode: Decode) -> SmallPictures:
         latents.append(sample.rejected_latent)
     images = [decode(latent.clone()) for latent in latents]
     for image in images:
-        image.thumbnail((192, 192))
+        image.thumbnail((PICTURE_PX, PICTURE_PX))
     controls = 1 + len(sample.control_latent)
     return SmallPictures(images[0], tuple(images[1:controls]), rejected=next(iter(images[controls:]), None))
 

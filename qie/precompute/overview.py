@@ -17,9 +17,8 @@ from qie.families import Family
 from qie.pretrained import PretrainedModel, read_json
 from qie.quantities import human_bytes
 from qie.recipe import choose_area
-from qie.shards.discovery import published
-from qie.shards.grid import Range, count_within
-from qie.shards.index import parse_stem
+from qie.shards.discovery import published, rows_of
+from qie.shards.grid import Range, count_within, merged_ranges
 from qie.stores import Folder, LocalFolder
 
 PROMPT_TOKENS = 100
@@ -75,18 +74,10 @@ def expected_bytes(config: Config, pretrained: PretrainedModel, source: Source, 
 
 def rows_there(folder: Folder, rows: Range) -> list[Range]:
     """Which of the rows are in shards, as ranges that rise and do not touch."""
-    found: list[Range] = []
     if isinstance(folder, LocalFolder) and not folder.root.is_dir():
-        return found  # a file in its place is refused where the folder is made
-    for start, stop in sorted(known for index in published(folder) if (known := parse_stem(index.stem))):
-        start, stop = max(start, rows[0]), min(stop, rows[1])
-        if start >= stop:
-            continue
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return found
+        return []  # a file in its place is refused where the folder is made
+    within = ((max(start, rows[0]), min(stop, rows[1])) for start, stop in map(rows_of, published(folder)))
+    return merged_ranges((start, stop) for start, stop in within if start < stop)
 
 
 def _area_of(image: bytes, areas: Sequence[int]) -> int:

@@ -538,7 +538,7 @@ def _changes(setup: Setup) -> list[tuple[str, Setup]]:
     changes += [
         ("optimizer.class_path=bitsandbytes.optim.AdamW8bit", replace(setup, optimizer_bytes=2.0)),
         ("train.ema_decay=null", replace(setup, ema=False)),
-        ("data.area_px half as large, encoded again", _halved(setup)),
+        ("data.area_px half as large, encoded again", half_as_large(setup)),
     ]
     if setup.processes > 1 and not setup.offload_blocks:
         changes.append(("FSDP, configs/accelerate/fsdp2.yaml", replace(setup, sharded=True)))
@@ -557,7 +557,8 @@ def _changes(setup: Setup) -> list[tuple[str, Setup]]:
     return changes
 
 
-def _halved(setup: Setup) -> Setup:
+def half_as_large(setup: Setup) -> Setup:
+    """The setup with half as many tokens of images."""
     target = None if setup.target_tokens is None else setup.target_tokens // 2
     return replace(setup, image_tokens=setup.image_tokens // 2, target_tokens=target)
 

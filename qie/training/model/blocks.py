@@ -298,11 +298,11 @@ def _in_host_memory(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
     starts = list(accumulate((-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts), initial=0))
     if not parts:
         return []
-    room = torch.frombuffer(mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    memory = torch.frombuffer(mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
     if pinned:
-        _lock_pages(room)
+        _lock_pages(memory)
     views = [
-        room[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
         for start, part in zip(starts, parts, strict=False)
     ]
     for view, part in zip(views, parts, strict=True):
@@ -314,23 +314,23 @@ def _in_host_memory(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
 _ALIGNMENT = 256  # bytes, as torch aligns what it allocates on a GPU
 
 
-def _lock_pages(room: Tensor) -> None:
+def _lock_pages(memory: Tensor) -> None:
     """Page-lock memory for as long as a tensor lies in it.
 
     Raises:
         QieError: the system does not lock so much.
     """
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = driver.cudaHostRegister(room.data_ptr(), room.nbytes, 0)
+    error = driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) != 0:
         raise QieError(
             "host memory for offloaded weights cannot be page-locked",
             where="train.offload_blocks",
-            found=f"{driver.cudaGetErrorString(error)}, for {room.nbytes / 1e9:.1f} GB of one block",
+            found=f"{driver.cudaGetErrorString(error)}, for {memory.nbytes / 1e9:.1f} GB of one block",
             hint="offload fewer blocks, or give the process more memory",
         )
     # Memory that is given back while it is locked stays locked.
-    weakref.finalize(room.untyped_storage(), driver.cudaHostUnregister, room.data_ptr()).atexit = False
+    weakref.finalize(memory.untyped_storage(), driver.cudaHostUnregister, memory.data_ptr()).atexit = False
 
 
 class _Offloader:
