@@ -195,8 +195,8 @@ def largest_run(pretrained: PretrainedModel, rows: Rows) -> Setup:
     family, area = pretrained.family, areas_for(rows, pretrained.family)[0]
     config = Config.model_validate({"model": {"pretrained_model_name_or_path": "x", "lora": _lora()}})
     images = area // (family.latent_scale * family.patch) ** 2
-    seen = 0 if family.interleaved else rows.controls[1] * (family.text_area_px or area) // 784
-    tokens = Tokens((1 + rows.controls[1]) * images, images, 60 + 2 * rows.words + seen, rows.controls[1])
+    text = 60 + 2 * rows.words + int(family.text_tokens(rows.controls[1] * (family.text_area_px or area)))
+    tokens = Tokens((1 + rows.controls[1]) * images, images, text, rows.controls[1])
     alone = SimpleNamespace(device=torch.device("cpu"), num_processes=1, distributed_type="NO")
     return replace(setup_of(config, pretrained, tokens, alone), accumulates=True)
 

@@ -80,6 +80,10 @@ class Family:
         text encoder stands for 2×2 of these, of two."""
         return self.latent_scale * self.patch * (2 if self.interleaved else 1)
 
+    def text_tokens(self, area_px: float) -> float:
+        """Tokens that stored embeddings have for images of so many pixels: one of Qwen2.5-VL is 28×28 of them."""
+        return 0.0 if self.interleaved else area_px / 28**2
+
     @property
     def component_classes(self) -> dict[str, str]:
         """Class name of each component that has weights or is configured by name."""

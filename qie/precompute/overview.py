@@ -23,8 +23,6 @@ from qie.stores import Folder, LocalFolder
 
 PROMPT_TOKENS = 100
 """Of a prompt and its template."""
-PIXELS_PER_TOKEN = 784
-"""Of an image, for Qwen2.5-VL: 28×28."""
 USUAL_WIDTH = 4096
 
 
@@ -67,8 +65,8 @@ def expected_bytes(config: Config, pretrained: PretrainedModel, source: Source, 
     paired = sizes[0] if row.rejected is not None else 0
     latents = (sum(sizes) + paired) / family.latent_scale**2 * family.latent_channels * 2
     fixed = config.data.text_area_px or family.text_area_px
-    read = 0 if family.interleaved else sum(fixed or size for size in sizes[1:]) / PIXELS_PER_TOKEN
-    text = (PROMPT_TOKENS + read) * _text_width(pretrained) * 2
+    tokens = PROMPT_TOKENS + family.text_tokens(sum(fixed or size for size in sizes[1:]))
+    text = tokens * _text_width(pretrained) * 2
     return count * cache.variants * (latents + text + (cache.thumbnail_px or 0) ** 2)  # a picture is a JPEG
 
 

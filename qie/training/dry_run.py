@@ -197,9 +197,7 @@ def _assumed(config: Config, pretrained: PretrainedModel) -> Tokens:
     area = data.area_px or family.area_px
     areas = [width * height for width, height in data.buckets_px] or (area if isinstance(area, list) else [area])
     token_px = (family.latent_scale * family.patch) ** 2
-    # One of Qwen2.5-VL is 28×28 pixels; of an interleaved text, tokens of images are not there.
-    read = data.text_area_px or family.text_area_px or max(areas)
-    text = _PROMPT_TOKENS + (0 if family.interleaved else read // 784)
+    text = _PROMPT_TOKENS + int(family.text_tokens(data.text_area_px or family.text_area_px or max(areas)))
     return Tokens(2 * max(areas) // token_px, max(areas) // token_px, text)
 
 
