@@ -64,6 +64,7 @@ def summary_html(summary: Summary) -> Html:
         "shards": f"{summary.shards:,}, {human_bytes(summary.bytes)}",
         "a sample": human_bytes(summary.bytes_per_sample),
         "prompt tokens": f"{tokens['median']:,} ({tokens['min']:,} to {tokens['max']:,})" if tokens else "",
+        "with a rejected target": f"{summary.with_rejected:,}" if summary.with_rejected else "",
         "excluded": f"{summary.excluded:,}" if summary.excluded else "",
         "skipped": f"{len(summary.skipped_rows):,}",
         "clipped": f"{human_count(summary.clipped, 'value')}, in {clipped}" if summary.clipped else "",

@@ -289,7 +289,11 @@ def measure(case: Case, folder: Path) -> Measured:
         return kind.from_config(described).to(torch_dtype)
 
     stream = SimpleNamespace(
-        samples=SimpleNamespace(columns=columns(case, pretrained.family)), epoch=0, state_dict=dict, forever=iter
+        samples=SimpleNamespace(columns=columns(case, pretrained.family)),
+        epoch=0,
+        state_dict=dict,
+        forever=iter,
+        plans=SimpleNamespace(whole=False),
     )
     kept = KeptActivations(*(case.blocks if value == "all" else int(value) for value in case.kept))
     setup = replace(plan_memory(config, pretrained, stream, accelerator), kept=kept)
@@ -332,6 +336,7 @@ def prepared(case: Case, run: Run) -> Iterator[PreparedBatch]:
             empty_lengths=(longest - 33,) * count,
             empty_prompt_embeds_mask=None,
             image_slots=tuple(range(9, 9 + len(case.controls))) if family.interleaved else None,
+            rejected_latent=latents[0].clone() if run.config.loss.of_pairs else None,
         )
         with unset_fake_temporarily(), mock.patch("torch.empty", unpinned):
             draws = replace(run.objective.draw(batch, number), dropped_prompts=torch.arange(count) % 2 == 1)
@@ -393,14 +398,16 @@ def estimated(found: Measured, setup: Setup, case: Case) -> Measured:
         all_trained=setup.all_trained,
         target_tokens=setup.target_tokens,
         controls=setup.controls,
-        draws=setup.draws,
+        draws=setup.noisy_targets,
+        base_passes=setup.base_passes,
         checkpointed_blocks=len(setup.checkpointed),
         keeping_attention=len(setup.keeping_attention),
     )
-    count = len(case.text_tokens)
+    count, forward = setup.sequences, flops.forward + flops.of_base
     values = {name: float(value) for name, value in asdict(estimate(setup)).items()}
     values["kept"] = kept_bytes(setup)
-    values |= {"forward_flop": flops.forward * count, "backward_flop": (flops.backward + flops.recomputed) * count}
+    values["forward_passes"] = 1 + setup.base_passes
+    values |= {"forward_flop": forward * count, "backward_flop": (flops.backward + flops.recomputed) * count}
     return replace(found, blocks=case.blocks, estimated=values, recomputed=recomputation(setup))
 
 

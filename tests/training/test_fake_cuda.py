@@ -19,6 +19,7 @@ OTHERS = ["to_q", "img_mlp.net.2", "txt_mlp.net.0.proj", "to_add_out", "img_mod.
 FP8 = {"model.quantize": "fp8"}
 PRODUCTS = FP8 | {"train.fp8_compute": True}
 ALL = {"model.lora": None}
+PAIRS = {"loss.kind": "flow_dpo"}
 CASES = {
     "edit": Case(),
     "edit, nothing recomputed": Case(WHOLE),
@@ -28,6 +29,7 @@ CASES = {
     "edit, offloaded, attention kept": Case({"train.offload_blocks": "all"}, kept=(0, "all")),
     "edit, fp8, four samples, attention kept": Case(FP8, **FOUR, kept=(0, "all")),
     "all weights, attention and a block kept": Case(ALL, blocks=4, kept=(1, "all")),
+    "edit, pairs": Case(PAIRS),
     "edit, four samples": Case(**FOUR),
     "edit, four samples, nothing recomputed": Case(WHOLE, **FOUR),
     "edit_plus": Case(**PLUS),
@@ -101,8 +103,8 @@ def test_blocks_hand_on_bfloat16_and_the_loss_is_float32(steps) -> None:
 def test_a_step_computes_what_qie_counts(steps) -> None:
     """But for the scores, which fused attention computes again in its backward pass: one more of its two products."""
 
-    def counted(found: Measured) -> int:
-        return found.backward_flop - found.attention_flop // 2
+    def counted(found: Measured) -> float:
+        return found.backward_flop - found.attention_flop / found.estimated["forward_passes"] / 2
 
     for part, count in (("forward_flop", lambda found: found.forward_flop), ("backward_flop", counted)):
         told = {name: released(name, pair, lambda found: found.estimated[part]) for name, pair in steps.items()}  # noqa: B023
