@@ -39,8 +39,16 @@ def sync_folder(folder: Path) -> None:
 
 def require_writable(path: Path) -> None:
     """Raise UsageError when no file can be written to `path`: a check before the work, not after it."""
-    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError("the file cannot be written there", where=path, expected="a file in a folder that exists")
+    found = None
+    if not path.parent.is_dir():
+        found = f"no folder {path.parent}"
+    elif path.is_dir():
+        found = "a folder of that name"
+    elif not os.access(path.parent, os.W_OK):
+        found = "a folder that must not be written to"
+    if found:
+        expected = "a file in a folder that exists"
+        raise UsageError("the file cannot be written there", where=path, expected=expected, found=found)
 
 
 def open_own(path: Path) -> BufferedWriter:

@@ -674,7 +674,8 @@ def test_a_file_may_have_a_byte_order_mark_and_its_path_be_a_string(file: Path) 
 
 def test_keys_of_a_section_that_disagree_are_named_without_the_whole_section(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("model:\n  pretrained_model_name_or_path: x\n  lora: {kind: loha, decompose_factor: 4}\n")
+    lora = "{kind: loha, decompose_factor: 4, target_modules: [to_q, to_k, to_v]}"
+    file.write_text(f"model:\n  pretrained_model_name_or_path: x\n  lora: {lora}\n")
     with pytest.raises(ConfigError) as caught:
         load_config(file)
     assert "decompose_factor is of kind: lokr" in str(caught.value.expected) and caught.value.found is None

@@ -127,6 +127,7 @@ def _set(tree: dict[str, Any], override: str) -> Key:
 
 
 MOST_HINTS = 8
+MOST_FOUND = 60  # characters
 
 
 def config_error(error: PydanticError, tree: Any, typed: Typed) -> ConfigError:
@@ -146,8 +147,9 @@ def config_error(error: PydanticError, tree: Any, typed: Typed) -> ConfigError:
     found = first["input"]
     typed_value = f"{dotted(key)}: {str(found).lower()}"
     hint = f"{typed_value} → {MOVED[typed_value]}" if typed_value in MOVED else None
-    # Where keys of a section disagree, `expected` names them.
-    told = None if isinstance(found, dict) and first["type"] == "value_error" else repr(found)
+    # Where keys of a section disagree, `expected` names them, and a long section hides them.
+    whole = first["type"] == "value_error" and isinstance(found, dict) and len(repr(found)) > MOST_FOUND
+    told = None if whole else repr(found)
     return ConfigError(f"a value is refused{more}", where=typed.where(key), expected=expected, found=told, hint=hint)
 
 

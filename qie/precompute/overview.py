@@ -119,9 +119,11 @@ def _output(config: Config, pretrained: PretrainedModel, source: Source, folder:
     total = rows[1] - rows[0]
     there = count_within(rows_there(folder, rows))
     parts = [f"{there:,} of {total:,} rows are there"] if there else []
-    if there < total and (size := expected_bytes(config, pretrained, source, total - there)):
+    size = expected_bytes(config, pretrained, source, total - there) if there < total else None
+    if size:
         parts.append(f"about {human_bytes(size)} to come")
     if isinstance(folder, LocalFolder):
         place = next(place for place in (folder.root, *folder.root.absolute().parents) if place.exists())
-        parts.append(f"{human_bytes(shutil.disk_usage(place).free)} free")
+        free = shutil.disk_usage(place).free
+        parts.append(f"{'only ' if free < (size or 0) else ''}{human_bytes(free)} free")
     return f"{folder}: {', '.join(parts)}"

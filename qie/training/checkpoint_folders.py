@@ -41,7 +41,9 @@ def find_checkpoint(resume: str, output_dir: Path) -> Path:
         folder = local_path(resume)
         # The folder of a run has a state.json, too, and is no checkpoint.
         if not (folder / STATE_FILE).is_file() or (folder / METRICS_FILE).is_file():
-            raise UsageError("no such checkpoint", where=folder, expected="a folder checkpoint-NNNNNN, or latest")
+            newest = f"--resume {inside[-1]}" if (inside := checkpoints(folder)) else None
+            expected = "a folder checkpoint-NNNNNN, or latest"
+            raise UsageError("no such checkpoint", where=folder, expected=expected, hint=newest)
         return folder
     found = checkpoints(output_dir)
     if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -172,3 +173,12 @@ def test_the_command_and_its_workers_import_nothing_of_training(config: Path, tm
     assert "diffusers.models.autoencoders.autoencoder_kl_qwenimage" in imported
     assert not {name for name in imported if name.split(".")[0] in ("peft", "bitsandbytes")}
     assert not {name for name in imported if name.startswith("qie.training")}
+
+
+def test_a_disk_without_room_for_what_is_to_come_is_said_to_have_only_so_much(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size, word in ((1, ", "), (10**18, ", only ")):
+        monkeypatch.setattr("qie.precompute.overview.expected_bytes", lambda *_, size=size: size)
+        told = run(config, "--output", tmp_path / "out", "--dry-run", "--end-idx", 1).stderr
+        assert re.search(rf"to come{word}[0-9.]+ .?B free", told)

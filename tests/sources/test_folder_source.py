@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qie.data.sources import Source, open_source
+from qie.data.sources import Source, open_source, source_notes
 from qie.data.sources.folder import FolderSource
 from qie.data.sources.folder_names import CONTROL_FOLDERS, TARGET_FOLDERS
 from qie.errors import RowError, SourceError
@@ -311,3 +311,11 @@ def test_reading_a_row_does_not_look_at_the_others(folder: Folder) -> None:
     for side in (source.targets, *source.controls):
         object.__setattr__(side, "endings", Names(side.endings))
     assert len(source.read(0).controls) == 2
+
+
+def test_a_caption_whose_image_is_missing_or_of_a_format_that_is_not_read_is_told(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.add("targets/a_prompt_1.txt", "targets/a_mask.png")
+    assert source_notes(folder.open()) == []
+    folder.add("targets/b.heic", "targets/b.txt", "controls/b.png", "targets/a_prompt.txt")
+    assert source_notes(folder.open()) == ["2 captions have no image that qie reads: a_prompt, b"]

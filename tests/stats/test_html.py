@@ -415,7 +415,8 @@ def test_a_page_that_could_not_be_written_is_refused_before_the_work(
     assert result.stderr.startswith(("error: --html names no page", "error: the file cannot be written there"))
     assert (shards / "00000000-00000003.tar").read_bytes() == before
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "the file cannot be written there" in run(shards, "--html", "page.html", code=2).stderr
+    error = run(shards, "--html", "page.html", code=2).stderr
+    assert "the file cannot be written there" in error and "found:    a folder that must not be written to" in error
 
 
 def test_a_vae_that_is_none_or_has_no_weights_is_refused_before_the_work(

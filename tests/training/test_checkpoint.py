@@ -88,6 +88,10 @@ def test_where_there_is_none_to_resume_that_is_said(tmp_path: Path) -> None:
     for resume, what in (("latest", "no checkpoint to resume"), (tmp_path / "checkpoint-05", "no such checkpoint")):
         with pytest.raises(UsageError, match=what):
             find_checkpoint(str(resume), tmp_path)
+    newest = written(tmp_path / "run", 7)
+    with pytest.raises(UsageError, match="no such checkpoint") as caught:
+        find_checkpoint(str(tmp_path / "run"), tmp_path)
+    assert caught.value.hint == f"--resume {newest}"
 
 
 def test_a_folder_that_holds_a_run_is_resumed_from_its_own_checkpoints_alone(tmp_path: Path) -> None:

@@ -120,6 +120,19 @@ class FolderSource:
     def __len__(self) -> int:
         return len(self.stems)
 
+    @property
+    def notes(self) -> list[str]:
+        """Captions of images that are not there, as a user should know: see `source_notes`."""
+        if self.preset is not None:
+            return []
+        images = self.targets.endings
+        texts = [stem for place in (self.targets, self.prompts) if place for stem in place.texts]
+        lone = sorted({stem for stem in texts if stem not in images and not _is_further(stem, images)})
+        if not lone:
+            return []
+        said = "captions have no image" if len(lone) > 1 else "caption has no image"
+        return [f"{len(lone)} {said} that qie reads: {', '.join(map(readable, lone[:3]))}{' …' * (len(lone) > 3)}"]
+
     def name(self, index: int) -> str:
         return readable(self.stems[index])
 
@@ -204,6 +217,12 @@ def _in_order(stem: str, found: Sequence[str]) -> list[str]:
 def _stands_beside(stem: str, targets: Container[str]) -> bool:
     """Whether an image is the mask or a further control of another one, by its name and if that one exists."""
     match = _BESIDE.fullmatch(stem)
+    return match is not None and match[1] in targets
+
+
+def _is_further(stem: str, targets: Container[str]) -> bool:
+    """Whether a text is a further caption of an image."""
+    match = _PROMPT.fullmatch(stem)
     return match is not None and match[1] in targets
 
 
