@@ -311,6 +311,8 @@ def test_where_a_section_is_due_its_keys_are_said(file: Path) -> None:
         ("train: {fp8_compute: true}", (), "train", "fp8_compute needs model.quantize: fp8, which is null"),
         ("", ("model.quantize=int8", "train={fp8_compute: true}"), "--set train", "which is int8"),
         ("", ("model.lora=null", "model.adapters=[{path: x}]"), "model", "adapters needs lora"),
+        ("", ("model.lora=null", "train={offload_blocks: 1}"), "--set train", "offload_blocks offloads frozen weights"),
+        ("", ("model.quantize=nf4", "train={offload_blocks: 1}"), "--set train", "4-bit weights cannot be offloaded"),
         ("data: {area_px: 65536, buckets_px: [[256, 256]]}", (), "data", "area_px and buckets_px exclude each other"),
     ],
 )

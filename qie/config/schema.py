@@ -759,4 +759,10 @@ class Config(Section):
         model = info.data.get("model")  # none if it is refused itself
         if train.fp8_compute and model and model.quantize != "fp8":
             raise ValueError(f"fp8_compute needs model.quantize: fp8, which is {model.quantize or 'null'}")
+        if train.offload_blocks and model and model.lora is None:
+            raise ValueError("offload_blocks offloads frozen weights: it needs model.lora")
+        if train.offload_blocks and model and model.quantize == "nf4":
+            raise ValueError(
+                "4-bit weights cannot be offloaded: offload_blocks goes with fp8 and int8"
+            )
         return train
