@@ -762,7 +762,5 @@ class Config(Section):
         if train.offload_blocks and model and model.lora is None:
             raise ValueError("offload_blocks offloads frozen weights: it needs model.lora")
         if train.offload_blocks and model and model.quantize == "nf4":
-            raise ValueError(
-                "4-bit weights cannot be offloaded: offload_blocks goes with fp8 and int8"
-            )
+            raise ValueError("4-bit weights cannot be offloaded: offload_blocks goes with fp8 and int8")
         return train
