@@ -170,6 +170,17 @@ def test_quality(tmp_path: Path) -> None:
         assert pictures.size == (5 * 128, 128 + 2 * 16)
 
 
+def test_preservation(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ["--steps", "1", "--photographs", "1", "--side", "64", "--runs", "1", "--json", str(file)]
+    script("preservation.py").main([*words, "--pictures", str(tmp_path / "pictures.png")])
+    assert [row.key for row in rows_in(file)][:4] == [
+        f"{what} {how}" for what in ("subject", "class") for how in ("without", "with")
+    ]
+    with Image.open(tmp_path / "pictures.png") as pictures:
+        assert pictures.size == (7 * 128, 128 + 2 * 16)
+
+
 def test_a_sample_of_text_alone_takes_at_most_1_9_mb_where_one_with_images_takes_18() -> None:
     """Of Qwen-Image-2.1, 1024², one control, 80 tokens."""
     ours, whole = script("work.py").text_alone_bytes()
