@@ -147,7 +147,8 @@ def trained(config: Config) -> Path:
 
 def generated(work: Path, options: argparse.Namespace, config: Config, adapter: Path | None) -> Pictures:
     """The pictures of each prompt, of photographs that were not trained on."""
-    predictor, found = qie.open_predictor(config, adapter), {}
+    predictor = qie.open_predictor(config, adapter)
+    found: Pictures = {}
     for prompt, words in PROMPTS.items():
         found[prompt] = []
         for number, (control, print_, _) in enumerate(held_out(work)[: options.photographs]):

@@ -185,7 +185,8 @@ class Objective:
 
         target, preserved = noise - latent, None
         if batch.preserved:
-            preserved = torch.tensor(batch.preserved).repeat_interleave(draws_per_sample).to(self.device)
+            preserved = torch.tensor(batch.preserved).repeat_interleave(draws_per_sample)
+            preserved = preserved.to(self.device, non_blocking=True)
         if preserved is not None and (any(batch.preserved) or self.together):
             target = preserved_targets(model, target, preserved, predict)
         predicted = predict()
