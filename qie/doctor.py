@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qie.config import Config
-from qie.errors import QieError, RowError
+from qie.errors import QieError, RowError, one_line
 from qie.paths import cache_folder, local_path
 from qie.pretrained import ENCODERS, PretrainedModel, find_cached, open_pretrained
 from qie.quantities import human_bytes
@@ -85,7 +85,7 @@ def _explained(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Fi
         facts = [str(fact) for fact in (error.where, error.found) if fact is not None]
         yield Finding(what, f"{error.what}: {', '.join(facts)}" if facts else error.what, _advice(error))
     except Exception as error:  # of a library, or of the system: a doctor does not fall ill
-        yield Finding(what, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", "see the message")
+        yield Finding(what, f"{type(error).__name__}: {one_line(error, 300)}", "see the message")
 
 
 def _advice(error: QieError) -> str:

@@ -29,6 +29,11 @@ def shown(text: str) -> str:
     return text if text.isprintable() else "".join(char if _stays(char) else repr(char)[1:-1] for char in text)
 
 
+def one_line(text: object, most: int | None = None) -> str:
+    """A message, such as a library's error, on one line of at most so many characters."""
+    return " ".join(str(text).split())[:most]
+
+
 def _stays(char: str) -> bool:
     return char.isprintable() or char in "\n\t" or char in _JOINERS or unicodedata.category(char) == "Zs"
 

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from qie.errors import ModelError, QieError, UsageError
+from qie.errors import ModelError, QieError, UsageError, one_line
 from qie.families import FAMILIES, Family
 from qie.file_hashes import file_hashes
 from qie.paths import local_path
@@ -137,7 +137,7 @@ def loading(folder: Path) -> Iterator[None]:
         raise ModelError(
             f"the {folder.name} cannot be loaded",
             where=folder,
-            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            found=f"{type(error).__name__}: {one_line(error, 300)}",
             hint="download it again, or correct model.pretrained_model_name_or_path",
         ) from error
 

@@ -25,7 +25,7 @@ def main(config_path: str | None, as_json: bool, overrides: tuple[str, ...]) -> 
     """
     from qie.config import Config, load_config
     from qie.doctor import Finding, examine
-    from qie.errors import QieError, UsageError
+    from qie.errors import QieError, UsageError, one_line
     from qie.quiet_libraries import quiet_libraries
 
     if overrides and config_path is None:
@@ -42,7 +42,7 @@ def main(config_path: str | None, as_json: bool, overrides: tuple[str, ...]) -> 
     try:
         config = load_config(config_path, overrides) if config_path is not None else None
     except QieError as error:
-        tell(Finding("configuration", " ".join(str(error).split()), "correct it: its places were not checked"))
+        tell(Finding("configuration", one_line(error), "correct it: its places were not checked"))
     for finding in examine(config):
         tell(finding)
     if as_json:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from qie.errors import ConfigError
+from qie.errors import ConfigError, one_line
 
 MAX_CHARS = 2**20
 MAX_BITS = 4096
@@ -73,7 +73,7 @@ def parse_yaml(text: str) -> Any:
             raise ValueError(f"its aliases expand to {values} values; at most {MAX_VALUES} are read")
         return loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:  # PyYAML raises ValueError for what only looks like a number
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(one_line(error)) from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 

@@ -37,7 +37,7 @@ from qie.encode.images import (
 from qie.encode.options import EncoderOptions, make_recipe
 from qie.encode.text import Patches, PromptEmbeds, PromptEncoder, VisionFeatures, check_prompt
 from qie.encode.vae import VaeEncoder
-from qie.errors import QieError, RowError
+from qie.errors import QieError, RowError, one_line
 from qie.families import FAMILIES, NULL_PROMPT, Family
 from qie.pretrained import PretrainedModel
 from qie.recipe import Recipe, normal_prompt
@@ -507,7 +507,7 @@ class Encoder:
                 if len(batch) == 1:
                     raise QieError(
                         "an encoder's device ran out of memory",
-                        found=" ".join(str(error).split())[:200],
+                        found=one_line(error, 200),
                         hint="give each encoder its own device (cache.*_encoder_device), or lower data.area_px",
                     ) from error
                 self.batch_size = len(batch) // 2

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
-from qie.errors import QieError, shown
+from qie.errors import QieError, one_line, shown
 from qie.html_report.gallery import PICTURE_PX, Decode
 from qie.html_report.markup import cut
 from qie.shards.index import Entry, Skipped
 from qie.shards.pictures import SmallPictures, encode_pictures, spots_of
 from qie.shards.reader import Shard
-from qie.stats import KINDS, excluded_in, one_line, warning_of
+from qie.stats import KINDS, excluded_in, warning_of
 from qie.stores import File, LocalFolder, StoreError
 
 CHUNK = 16

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from qie.devices import resolve_device, resolve_dtype
-from qie.errors import ModelError, QieError, UsageError
+from qie.errors import ModelError, QieError, UsageError, one_line
 from qie.inference import load_vae
 from qie.pretrained import content_hash, open_vae
 
@@ -53,7 +53,7 @@ class VaeDecoder:
         except torch.OutOfMemoryError as error:
             raise QieError(
                 "the device ran out of memory while decoding a latent",
-                found=" ".join(str(error).split())[:200],
+                found=one_line(error, 200),
                 hint="free its memory, or hide it with CUDA_VISIBLE_DEVICES= to decode on the CPU",
             ) from error
         levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

@@ -14,14 +14,14 @@ from itertools import accumulate
 import torch
 from PIL import Image
 
-from qie.errors import QieError, ShardError
+from qie.errors import QieError, ShardError, one_line
 from qie.html_report.latents import LatentCounts, LatentStatistics
 from qie.shards.discovery import rows_of
 from qie.shards.index import Entry
 from qie.shards.pictures import SmallPictures
 from qie.shards.reader import Shard, checked_sample
 from qie.shards.tensors import CHANNELS, is_text_alone
-from qie.stats import PairWarning, Summary, excluded_in, one_line
+from qie.stats import PairWarning, Summary, excluded_in
 from qie.stores import File
 
 PICTURE_PX = 192

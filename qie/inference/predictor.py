@@ -21,7 +21,7 @@ from qie.config import AdapterConfig, Quantization
 from qie.encode import Encoder
 from qie.encode.encoder import Picture, text_room
 from qie.encode.images import Size, View, apply_view, choose_view, on_background
-from qie.errors import QieError, RowError
+from qie.errors import QieError, RowError, one_line
 from qie.families import FAMILIES, NULL_PROMPT, Family
 from qie.inference.pipelines import make_pipeline, sized_as_given, sized_by_area
 from qie.inference.requests import Sampling, check_alpha, check_controls
@@ -166,7 +166,7 @@ def generate(
     except torch.OutOfMemoryError as error:
         raise QieError(
             "a device ran out of memory while generating an image",
-            found=" ".join(str(error).split())[:200],
+            found=one_line(error, 200),
             hint="lower data.area_px or --size; qie-predict takes a device for each component (predict.devices)",
         ) from error
     image: Image.Image = output.images[0]

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from qie.errors import QieError, UsageError
+from qie.errors import QieError, UsageError, one_line
 from qie.precompute.counts import OnReport, Report
 from qie.precompute.engine import Settings
 from qie.precompute.local import REPORT_EVERY_S, Opener, plan_shards
@@ -337,7 +337,7 @@ class _Workers:
                 work = f"with rows {shard[0]} to {shard[1]}" if shard else "before they had any rows"
                 raise QieError(
                     f"workers died {RETRIES + 1} times {work}",
-                    found=" ".join(str(error).split())[:300],
+                    found=one_line(error, 300),
                     hint="was a node out of memory? Published shards stay; run the same command again to continue",
                 ) from error
 
@@ -470,7 +470,7 @@ def _connected() -> Iterator[tuple[Any, bool]]:
         alone = False
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         if os.environ.get("RAY_ADDRESS") or isinstance(error, ray.exceptions.RayError):
-            raise _unreachable(" ".join(str(error).split())[:300]) from error
+            raise _unreachable(one_line(error, 300)) from error
         ray.init(address="local", include_dashboard=False, **quiet)
         alone = True
     # Of a dead node, Ray prints thirty lines of its log, whatever `log_to_driver` says; qie tells of it in one.
@@ -512,6 +512,6 @@ def _explained(ray: Any) -> Iterator[None]:
     except ray.exceptions.RayError as error:
         raise QieError(
             "the Ray cluster failed",
-            found=" ".join(str(error).split())[:300],
+            found=one_line(error, 300),
             hint="published shards stay; run the same command again to continue",
         ) from error

@@ -26,7 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from qie.errors import ShardError
+from qie.errors import ShardError, one_line
 from qie.recipe import Recipe, canonical_json
 from qie.shards.grid import Range, overlapping
 from qie.shards.hashes import SHA256_BYTES, XXH3_BYTES, xxh3_128
@@ -231,7 +231,7 @@ def _damaged_index(file: File, found: object) -> ShardError:
     return ShardError(
         "the compacted index is damaged",
         where=file,
-        found=" ".join(str(found).split())[:200],
+        found=one_line(found, 200),
         hint="delete it, or rebuild it with qie-stats --compact: the shards' own indexes hold all it says",
     )
 

@@ -4,7 +4,7 @@ from qie.stats.epoch_preview import EpochPlan, preview_epoch
 from qie.stats.exclusion import Exclusion, change_excluded
 from qie.stats.explain import Explanation, explain_rows
 from qie.stats.pairs import KINDS, Pairs, PairWarning, warning_of
-from qie.stats.summary import Coverage, Summary, excluded_in, one_line, summarise
+from qie.stats.summary import Coverage, Summary, excluded_in, summarise
 
 __all__ = [
     "KINDS",
@@ -18,7 +18,6 @@ __all__ = [
     "change_excluded",
     "excluded_in",
     "explain_rows",
-    "one_line",
     "preview_epoch",
     "summarise",
     "warning_of",

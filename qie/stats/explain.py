@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 from qie.data.sources import Source, source_name
 from qie.data.variants import Variants
-from qie.errors import QieError, RowError
+from qie.errors import QieError, RowError, one_line
 from qie.recipe import Recipe, brief
 from qie.shards.excluded import EXCLUDED_NAME
 from qie.shards.index import ShardIndex, Skipped, read_index, row_inputs
 from qie.stages import Pipeline, Stage
-from qie.stats.summary import excluded_in, one_line
+from qie.stats.summary import excluded_in
 from qie.stores import File
 from qie.types import Row
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qie.errors import QieError
+from qie.errors import QieError, one_line
 from qie.quantities import human_bytes, human_count
 from qie.recipe import Recipe
 from qie.shards.compact_index import Compact
@@ -157,10 +157,6 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def one_line(error: QieError) -> str:
-    return " ".join(str(error).split())
 
 
 def summarise(

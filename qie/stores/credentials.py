@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from qie.errors import UsageError
+from qie.errors import UsageError, one_line
 from qie.stores.contract import StoreError
 from qie.stores.object_errors import CREDENTIALS
 
@@ -138,7 +138,7 @@ def _boto3_provider() -> Any:
         # boto3 has dozens of errors and promises none; ValueError is the provider's own word for "nothing found".
         if isinstance(error, ValueError):
             return None
-        line = " ".join(str(error).split())[:300]
+        line = one_line(error, 300)
         raise StoreError("an AWS profile gives no credentials", found=line, hint=CREDENTIALS["s3"]) from error
 
 

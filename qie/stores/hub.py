@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qie.errors import QieError, UsageError
+from qie.errors import QieError, UsageError, one_line
 from qie.stores.contract import WHOLE_BYTES, MissingError, StoreError, checked, checked_range, require_whole
 from qie.stores.object_errors import MAX_CAUSE
 from qie.stores.retry import patiently
@@ -206,7 +206,7 @@ class HubFolder:
         except QieError:
             raise
         except Exception as error:  # those of huggingface_hub, of its HTTP client, of fsspec and of the system
-            line = " ".join(str(error).split())[:MAX_CAUSE] or type(error).__name__
+            line = one_line(error, MAX_CAUSE) or type(error).__name__
             if _no_repository(error) or _status(error) in (401, 403):
                 what, hint = "no such repository, or no access to it", "set HF_TOKEN, or run hf auth login"
                 raise StoreError(what, where=url, found=line, hint=hint) from error

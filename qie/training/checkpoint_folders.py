@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from qie.errors import ModelError, QieError, UsageError
+from qie.errors import ModelError, QieError, UsageError, one_line
 from qie.paths import local_path
 from qie.training.reporting.metrics import METRICS_FILE
 from qie.training.run_lock import require_folder
@@ -116,7 +116,7 @@ def explained_damage(folder: Path, name: str) -> Iterator[None]:
         if isinstance(error, QieError) and not isinstance(error, ModelError):
             raise
         found = error.found if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-        raise damaged(folder, f"{name}: {' '.join(str(found).split())[:300]}") from error
+        raise damaged(folder, f"{name}: {one_line(found, 300)}") from error
 
 
 def _step(folder: Path) -> int:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from qie.config import Config
 from qie.data.stream import Stream
-from qie.errors import QieError, UsageError
+from qie.errors import QieError, UsageError, one_line
 from qie.pretrained import PretrainedModel
 from qie.training import checkpoint
 from qie.training.checkpoint_folders import checkpoints, find_resume, remove_leftovers, remove_old
@@ -382,7 +382,7 @@ class _Loop:
                 found = self.other_samples.embed(samples)
         except (QieError, OSError, RuntimeError) as error:
             # Such as lack of host memory: a run does not end for pictures.
-            self._refuse_samples(" ".join(str(error).split())[:500])
+            self._refuse_samples(one_line(error, 500))
             return None
         self.state_file.note(prompts=None)
         told = "the configuration" if samples is None else PROMPTS_FILE

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from qie.errors import QieError
+from qie.errors import QieError, one_line
 from qie.precompute.progress import PROGRESS_FOLDER, PrecomputeRun, WorkerProgress, is_silent, read_progress
 from qie.shards.discovery import index_names
 from qie.shards.excluded import read_excluded
@@ -118,7 +118,7 @@ class PrecomputeReader:
             try:
                 return act()
             except QieError as error:
-                faults.append(" ".join(str(error).split()))
+                faults.append(one_line(error))
                 return otherwise
 
         workers: list[WorkerProgress] = attempt(lambda: read_progress(self.folder), [])

@@ -44,7 +44,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from qie.config import AdapterConfig, Quantization
-from qie.errors import ConfigError, QieError, UsageError
+from qie.errors import ConfigError, QieError, UsageError, one_line
 from qie.paths import local_path
 from qie.stores import LocalFolder
 from qie.training.checkpoint_folders import find_checkpoint
@@ -301,7 +301,7 @@ def explained_adapter(what: str, file: Path, key: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, ArithmeticError, TypeError, RuntimeError, SafetensorError) as error:
-        found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        found = f"{type(error).__name__}: {one_line(error, 300)}"
         raise ConfigError(what, where=file, found=found, hint=f"correct {key}") from error
 
 

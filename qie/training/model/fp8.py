@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from qie.errors import ConfigError
+from qie.errors import ConfigError, one_line
 from qie.training.model.linear import SameLinear
 
 E4M3 = torch.float8_e4m3fn
@@ -34,7 +34,7 @@ def require_fp8_products(device: torch.device) -> None:
             "this device has no products in FP8",
             where="train.fp8_compute",
             expected="an NVIDIA GPU of compute capability 8.9 or more: Ada, Hopper, Blackwell",
-            found=f"{device}; {' '.join(str(error).split())[:200]}",
+            found=f"{device}; {one_line(error, 200)}",
             hint="set train.fp8_compute to false: the base stays in 8 bits, and computes in more",
         ) from error
 

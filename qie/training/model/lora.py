@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from qie.config import AdapterConfig
 from qie.config import LoraConfig as LoraSection
-from qie.errors import ConfigError, QieError, UsageError
+from qie.errors import ConfigError, QieError, UsageError, one_line
 from qie.paths import local_path
 from qie.pretrained import PretrainedModel, loading, read_json
 from qie.training.model.adapter_file import (
@@ -81,7 +81,7 @@ def add_lora(
             raise ConfigError(
                 "the LoRA targets do not fit the transformer",
                 where="model.lora.target_modules",
-                found=f"{section.target_modules}: {' '.join(str(error).split())[:200]}",
+                found=f"{section.target_modules}: {one_line(error, 200)}",
                 hint="an expression must match the full names of linear layers, and nothing else: .*attn.to_q",
             ) from error
         _require_patterns(transformer, section)
