@@ -175,8 +175,20 @@ def _open(
     listeners.opening(list(opening_lines(config, pretrained, stream, accelerator, setup, steps, resume_from)))
     masked = stream.samples.masked and not own_loss
     unused = unheeded(config, steps, masked=masked, paired=bool(stream.samples.paired.any()) and not own_loss)
-    for line in (*lacking_memory(setup, accelerator.device), *unused):
+    for line in (*lacking_memory(setup, accelerator.device), *unused, *unvalidated(stream)):
         listeners.say(line)
+
+
+def unvalidated(stream: Stream) -> Iterator[str]:
+    """A warning if the validation loss is of no row: those that are kept out are all of preserved sources."""
+    if stream.preserved and stream.plans.whole and len(stream.held_out):
+        columns = stream.samples.columns
+        names = {columns.source_names[number] for number in columns.sources[stream.held_out].tolist()}
+        if names <= stream.preserved:
+            yield (
+                "warning: there is no validation loss: the rows that are kept out for it are all of preserved sources; "
+                "raise validation.rows"
+            )
 
 
 _OF_ONE_VALUE = (

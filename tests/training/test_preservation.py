@@ -19,7 +19,7 @@ from qie.errors import ConfigError, UsageError
 from qie.from_config import open_rows
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
-from qie.training.loop import train
+from qie.training.loop import train, unvalidated
 from qie.training.model.lora import add_lora
 from qie.training.model.training_forward import use_training_forward
 from qie.training.objective import Objective, velocity
@@ -156,6 +156,17 @@ def test_a_run_tells_the_loss_of_preserved_samples_apart(
     first, *_ = (line for line in lines if "validation_loss" in line)
     assert first["validation_preserved_loss"] == 0 and first["validation_loss"] > 0.1
     assert any("preserved_loss" in line for line in lines if "lr" in line)
+
+
+def test_a_validation_of_preserved_rows_alone_is_told_at_the_start(shards: Path) -> None:
+    plain = open_stream(shards, validation_rows=1)
+    columns = plain.samples.columns
+    name = columns.source_names[columns.sources[plain.held_out[0]]]
+    told, silent = (
+        list(unvalidated(open_stream(shards, validation_rows=1, preserved={one})))
+        for one in (name, *{"dog", "class"} - {name})
+    )
+    assert len(told) == 1 and "raise validation.rows" in told[0] and not silent
 
 
 def test_a_stream_that_preserves_other_sources_than_there_are_is_refused(
