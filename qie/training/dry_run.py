@@ -29,8 +29,9 @@ from qie.training.memory import (
     setup_of,
 )
 from qie.training.model.blocks import offloaded_blocks
+from qie.training.model.trainable import check_given_adapters
 from qie.training.roofline import step_time
-from qie.training.run import require_one_draw, require_pairs
+from qie.training.run import require_null_prompts, require_one_draw, require_pairs
 
 _PROMPT_TOKENS = 100
 """Of a prompt and its template, in a dry run without samples."""
@@ -166,7 +167,9 @@ def forecast(
             several draws of a sample; or preferences are to be learnt, and a sample has no rejected target.
     """
     require_one_draw(pretrained.family, config.train.draws_per_sample)
+    check_given_adapters(config, pretrained)
     if stream is not None:
+        require_null_prompts(stream, config.data.caption_dropout_rate)
         require_pairs(config, stream)
     tokens = _assumed(config, pretrained) if stream is None else largest(stream, pretrained.family.patch)
     setup = setup_of(config, pretrained, tokens, accelerator)

@@ -354,9 +354,10 @@ def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read(
     there = str(checkpoint(plain, 4))
     model = {"model__lora": lora | ({"continue_from": there} if named == "continue_from" else {})}
     model |= {"model__adapters": [{"path": there}]} if named == "adapters" else {}
-    message = bench.train(tmp_path / "run", code=2, **model).stderr
-    assert all(word in message for word in words), message
-    assert not (tmp_path / "run").exists()
+    for flags in ((), ("--dry-run",)):
+        message = bench.train(tmp_path / "run", *flags, code=2, **model).stderr
+        assert all(word in message for word in words), message
+        assert not (tmp_path / "run").exists()
 
 
 # Checkpoints that someone has changed, with hashes that fit
