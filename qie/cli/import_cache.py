@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
 from qie.cli.common import command, quiet_option
 from qie.cli.progress import Progress
 from qie.cli.terminal import echo, tell_next, warn
+
+if TYPE_CHECKING:
+    from qie.shards.index import Entry, Skipped
 
 
 def _grids(_: click.Context, __: click.Parameter, given: tuple[str, ...] | str | None) -> tuple[tuple[int, int], ...]:
@@ -84,7 +89,6 @@ def main(
     from qie.errors import UsageError
     from qie.paths import local_path
     from qie.precompute import pt_cache
-    from qie.shards.index import Skipped
     from qie.stores import open_folder
 
     if bool(size) != bool(control_sizes):
@@ -92,15 +96,7 @@ def main(
     folder = local_path(cache)
     rows = pt_cache.named_by_images(folder, dataset) if dataset else pt_cache.cached_rows(folder)
     reader = pt_cache.CacheReader(pt_cache.imported_recipe(family, model), (*size, *control_sizes))
-    refused = bare = 0
-    with Progress("importing", len(rows), "rows", quiet=quiet) as progress:
-        for done, one in enumerate(pt_cache.write_cached(open_folder(output), rows, reader, shard_size), start=1):
-            progress.at(done)
-            if isinstance(one, Skipped):
-                refused += 1
-                echo(f"refused {one.name}: {one.reason}", err=True)
-            else:
-                bare += one.empty_tokens == 0
+    refused, bare = _counted(pt_cache.write_cached(open_folder(output), rows, reader, shard_size), len(rows), quiet)
     if unused := pt_cache.unused_files(folder, rows):
         warn(f"{unused} files belong to no row")
     if bare:
@@ -111,3 +107,19 @@ def main(
         words = ["qie", "train", "--config", "my.yaml", *dropout, "--accept-recipe", output]
         tell_next(*words, rest="# my.yaml names the model; qie init writes one", quiet=quiet)
     sys.exit(int(refused > 0))
+
+
+def _counted(written: Iterator[Skipped | Entry], rows: int, quiet: bool) -> tuple[int, int]:
+    """How many rows were refused, which are told as they come, and how many were imported without a null prompt."""
+    from qie.shards.index import Skipped
+
+    refused = bare = 0
+    with Progress("importing", rows, "rows", quiet=quiet) as progress:
+        for done, one in enumerate(written, start=1):
+            progress.at(done)
+            if isinstance(one, Skipped):
+                refused += 1
+                echo(f"refused {one.name}: {one.reason}", err=True)
+            else:
+                bare += one.empty_tokens == 0
+    return refused, bare

@@ -18,7 +18,7 @@ from safetensors.numpy import load, save
 
 from qie.data.plan import plan_epoch
 from qie.errors import RecipeMismatchError, ShardError, UsageError
-from qie.shards.compact_index import COMPACT_NAME, OF_SHARDS, WIDE, CompactShard, read_compact, write_compact
+from qie.shards.compact_index import COMPACT_NAME, OF_SHARDS, CompactShard, read_compact, write_compact
 from qie.shards.discovery import indexes_in, published
 from qie.shards.hashes import xxh3_128
 from qie.shards.index import Skipped
@@ -427,7 +427,6 @@ def text(name: str, content: bytes) -> Callable[[Any, dict[str, np.ndarray]], ob
     return changed
 
 
-OF_SAMPLES = [name for name in COLUMNS if name not in WIDE]
 MALFORMED: dict[str, tuple[Callable[[Any, dict[str, np.ndarray]], object], str]] = {
     **{
         f"{name} of another type": (column(name, lambda values: values.astype(np.float32)), name)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from qie.training import processes
 from qie.training.run import Run
 from qie.watch import live_page
 from qie.watch.places import open_pages
@@ -110,6 +111,7 @@ def test_a_run_is_seen_to_move_and_obeys_its_buttons_within_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live_page, "FRESH_S", 0.0)
+    monkeypatch.setattr(processes, "HOLD_S", 0.02)
     bench, run = Bench.make(tmp_path, tiny_edit, photos, encoder, rows=4), tmp_path / "run"
     gate, training_step = Gate(run), Run.training_step
 
