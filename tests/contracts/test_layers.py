@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 
 from tests.conftest import ROOT
 
@@ -34,12 +35,18 @@ def package(module: str) -> str:
     return module.split(".")[1]
 
 
+@cache
+def tree_of(path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path) -> list[tuple[str, bool]]:
     """Imported module names, and whether each is imported when the file is.
 
     Not those of a `_repr_html_`, which a notebook alone calls: it may ask `html_report`, which is above what it shows.
     """
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     shown = {
         id(node)
         for function in ast.walk(tree)
@@ -53,7 +60,7 @@ def imports(path) -> list[tuple[str, bool]]:
     typing = {
         id(n)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
         for n in ast.walk(node)
     }
     found = []
@@ -117,7 +124,7 @@ def test_training_and_data_never_import_encoders() -> None:
 
 def test_functions_stay_small() -> None:
     for name, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 docstring = node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) else 0
                 length = node.end_lineno - node.lineno + 1 - docstring
@@ -133,7 +140,7 @@ def test_no_two_rooms_share_a_name() -> None:
             continue
         if package(name) != "cli":
             files.setdefault(path.stem, []).append(name)
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             for thing in public_names(node):
                 if thing != "main" and package(name) != "legacy":
                     things.setdefault(thing, []).append(name)
