@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -126,11 +127,17 @@ class PretrainedModel:
         return self.folder / (self.family.tokenizer_folder if name == "tokenizer" else name)
 
 
+ONE_LOAD = threading.RLock()
+"""diffusers and transformers replace functions of torch for the whole process while they build a model, and put back
+what they found: of two builds at once, one would leave the other's functions in place for good."""
+
+
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
-    """Turn whatever a library raises while it loads a component from `folder` into a ModelError."""
+    """Turn whatever a library raises while it loads a component from `folder` into a ModelError; one load at a time."""
     try:
-        yield
+        with ONE_LOAD:
+            yield
     except (QieError, MemoryError):
         raise
     except Exception as error:  # of the libraries, in whose code foreign numbers end up: ZeroDivisionError, ImportError

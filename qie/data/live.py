@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -175,6 +176,18 @@ class LiveSamples:
         """The rows of samples that no shard holds."""
         pairs = zip(self.known.rows, self.known.facts, strict=True)
         return tuple(row for row, facts in pairs if facts.key not in self._stored_at)
+
+    def load_encoder(self) -> None:
+        """Have the encoder load its weights now, by a row that no shard holds, if others are in shards.
+
+        Libraries change torch for the whole process while they build a model: it is not to be beside training. Without
+        shards, the first batch waits for the weights.
+        """
+        lacking = (position for position, facts in enumerate(self.known.facts) if facts.key not in self._stored_at)
+        first = next(lacking, None)
+        if first is not None and self._stored_at:
+            with suppress(RowError):  # which is told when the row is needed
+                self._fetch_live(first)
 
     @cached_property
     def _gates(self) -> list[threading.Semaphore]:

@@ -19,6 +19,7 @@ from diffusers import QwenImageTransformer2DModel
 from PIL import Image
 
 from qie.config import Config, SampleConfig
+from qie.data.live import LiveSamples
 from qie.data.stream import Stream
 from qie.errors import ConfigError, QieError
 from qie.families import Family
@@ -121,6 +122,8 @@ class Run:
             check_given_adapters(config, pretrained)
         state = self._checked_state(resume_from, loss_fn)
         accepted()
+        if isinstance(stream.samples, LiveSamples):
+            stream.samples.load_encoder()
         dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
         self.trainable = TrainableModel(pretrained, config, dtype, accelerator.device, weights=resume_from, kept=kept)
         self.optimizer = make_optimizer(config.optimizer, self.trainable.parameters)

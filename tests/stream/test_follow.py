@@ -298,6 +298,16 @@ def test_rows_that_the_shards_lack_are_encoded_and_the_others_are_not(whole: Pat
     assert set(encoder.encoded) == set(range(24, 60))
 
 
+def test_an_encoder_is_loaded_by_one_row_where_others_are_in_shards(whole: Path, tmp_path: Path) -> None:
+    write(tmp_path / "some", (0, 24))
+    for shards, expected in ((tmp_path / "some", [24]), (whole, []), (None, [])):
+        encoder = StubEncoder()
+        samples = open_stream(SOURCE, encoder=encoder, shards=shards).samples
+        encoder.encoded.clear()
+        samples.load_encoder()
+        assert encoder.encoded == expected
+
+
 def test_shards_of_another_recipe_are_simply_not_found(whole: Path) -> None:
     encoder = StubEncoder(replace(StubEncoder().recipe, vae="9" * 64))
     stream = open_stream(SOURCE, encoder=encoder, shards=whole, batch_size=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from diffusers import QwenImageTransformer2DModel
 from safetensors.torch import load_file
 
 from qie.config import Config
+from qie.data.live import LiveSamples
 from qie.data.sources import SourceSpec, open_source
 from qie.precompute import precompute
+from qie.pretrained import ONE_LOAD, loading
 from qie.shards.shard_set import ShardSet
+from qie.training import run as run_module
 from qie.training.loop import unheeded
 from qie.training.model import trainable
 from qie.training.model.blocks import compile_blocks
@@ -202,6 +206,20 @@ def test_offloaded_and_compiled_blocks_give_the_same_losses(
     # Weights read from a file lie at any address, copies at multiples of 64: a CPU's products differ in their last bit.
     assert losses(tmp_path) == pytest.approx(losses(plain)[:2], rel=1e-5)
     assert validations(tmp_path)[0][1] == pytest.approx(validations(plain)[0][1], rel=1e-5)
+
+
+def test_an_encoder_is_loaded_before_the_model_and_one_component_at_a_time(
+    bench: Bench, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries change torch for the whole process while they load one."""
+    told: list[int] = []
+    monkeypatch.setattr(LiveSamples, "load_encoder", lambda samples: told.append(len(samples.lacking)))
+    monkeypatch.setattr(run_module, "TrainableModel", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.train(tmp_path, data__source=str(photos))
+    assert told == [3]
+    with loading(tmp_path), ThreadPoolExecutor(1) as other:
+        assert not other.submit(ONE_LOAD.acquire, blocking=False).result()
 
 
 # What is told
