@@ -23,7 +23,7 @@ from qie.devices import resolve_device, resolve_dtype
 from qie.errors import QieError, RowError, UsageError
 from qie.families import FAMILIES
 from qie.pretrained import ENCODERS, PretrainedModel, open_pretrained
-from qie.quiet_libraries import quiet_libraries, spare_imports
+from qie.quiet_libraries import quiet_imports, quiet_libraries, spare_imports
 from qie.recipe import Recipe
 from qie.shards.grid import SHARD_ROWS
 from qie.stages import Stages, quick_turns
@@ -111,6 +111,7 @@ def worker_configs(config: Config, devices: str) -> list[Config]:
 
 def open_worker(config: Config, like: Recipe | None = None) -> tuple[Source, Encoder]:
     """Source and encoder of a process that only encodes; see `open_encoder`."""
+    quiet_imports()
     spare_imports()
     quiet_libraries()
     quick_turns()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -14,7 +15,9 @@ import yaml
 from click.testing import CliRunner
 from PIL import Image
 
+from qie import from_config
 from qie.cli import precompute, stats
+from qie.config import Config
 from qie.precompute.progress import read_progress
 from qie.stores import LocalFolder
 from tests.conftest import AREA_PX, ROOT
@@ -182,3 +185,12 @@ def test_a_disk_without_room_for_what_is_to_come_is_said_to_have_only_so_much(
         monkeypatch.setattr("qie.precompute.overview.expected_bytes", lambda *_, size=size: size)
         told = run(config, "--output", tmp_path / "out", "--dry-run", "--end-idx", 1).stderr
         assert re.search(rf"to come{word}[0-9.]+ .?B free", told)
+
+
+def test_worker_processes_silence_what_libraries_print_while_they_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("open_rows", "open_encoder", "quick_turns", "spare_imports", "quiet_libraries"):
+        monkeypatch.setattr(from_config, name, lambda *_, **__: None)
+    library = logging.getLogger("torchao")
+    monkeypatch.setattr(library, "level", logging.NOTSET)
+    from_config.open_worker(Config.model_construct())
+    assert library.level == logging.ERROR

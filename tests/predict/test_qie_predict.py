@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -199,6 +200,9 @@ def test_all_weights_of_a_run_take_the_place_of_the_base(edit, tiny_edit: Path, 
 def test_a_transformer_that_is_none_or_another_models_is_refused(edit, tiny_edit: Path, loras, tmp_path: Path) -> None:
     assert "give it as --lora" in edit("--transformer", loras["first"], code=2).stderr
     assert "no transformer in this folder" in edit("--transformer", tmp_path, code=2).stderr
+    shutil.copy(tiny_edit / "transformer" / "config.json", tmp_path)
+    told = edit("--transformer", tmp_path, code=2).stderr
+    assert f"put its files into {tmp_path / 'transformer'}" in told, "as qie export --merge may have written it"
     config = json.loads((tiny_edit / "transformer" / "config.json").read_text())
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config | {"joint_attention_dim": 3584}))

@@ -160,14 +160,13 @@ def open_transformer(folder: Path, base: PretrainedModel) -> PretrainedModel:
     """
     folder = folder.parent if folder.name == TRANSFORMER_FOLDER else folder
     if not (folder / TRANSFORMER_FOLDER / "config.json").is_file():
-        is_adapter = adapter_in(folder) is not None
-        raise UsageError(
-            "no transformer in this folder",
-            where=folder,
-            expected="transformer/config.json",
-            found="an adapter" if is_adapter else None,
-            hint="give it as --lora" if is_adapter else "give a checkpoint of a run that trained all weights",
-        )
+        found, hint = None, "give a checkpoint of a run that trained all weights"
+        if adapter_in(folder) is not None:
+            found, hint = "an adapter", "give it as --lora"
+        elif (folder / "config.json").is_file():
+            found, hint = "config.json", f"put its files into {folder / TRANSFORMER_FOLDER}"
+        expected = f"{TRANSFORMER_FOLDER}/config.json"
+        raise UsageError("no transformer in this folder", where=folder, expected=expected, found=found, hint=hint)
     trained = PretrainedModel(folder, base.family)
     theirs, ours = (read_json(part.component("transformer") / "config.json") for part in (trained, base))
     for name in ("in_channels", "out_channels", "joint_attention_dim", "context_in_dim"):
