@@ -40,6 +40,7 @@ SCRIPTS = {
         "claims.py": "--size small --steps 15 --runs 2",
         "preservation.py": "--photographs 4 --runs 3",
         "quality.py": "--steps 100 --photographs 4 --runs 3",
+        "preferences.py": "--steps 40 --runs 3",
         "looking.py": "--shards 10000 --samples 60 --runs 2",
         "sources.py": "--rows 1000000 --runs 2",
         "plan.py": "--samples 1000000 --shapes 40 --runs 3",

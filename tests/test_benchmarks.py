@@ -181,6 +181,22 @@ def test_preservation(tmp_path: Path) -> None:
         assert pictures.size == (7 * 128, 128 + 2 * 16)
 
 
+def test_preferences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preferences, file = script("preferences.py"), tmp_path / "rows.json"
+    monkeypatch.setattr(preferences, "KNOWN", ["darker", "low_contrast"])
+    monkeypatch.setattr(preferences, "SQUARES", {"pairs": 2, "plain": 2, "kept": 2})
+    monkeypatch.setattr(preferences.demo, "TRAINED", ("brick.png", "grass.png"))
+    monkeypatch.setattr(preferences.demo, "HELD_OUT", {"cat": "chelsea.png"})
+    words = ["--steps", "1", "--photographs", "1", "--others", "1", "--side", "64", "--runs", "1"]
+    preferences.main([*words, "--json", str(file), "--pictures", str(tmp_path / "pairs.png")])
+    rows = {row.key: row for row in rows_in(file)}
+    kinds = ("accuracy", "margin", "sharpness", "psnr", "others")
+    assert list(rows) == [*(f"{kind} 2000" for kind in kinds), "bytes", "step"]
+    assert rows["accuracy 2000"].value > 50 and rows["margin 2000"].value > 0
+    with Image.open(tmp_path / "pairs.png") as pictures:
+        assert pictures.size == (4 * 192, 192 + 2 * 16)
+
+
 def test_a_sample_of_text_alone_takes_at_most_1_9_mb_where_one_with_images_takes_18() -> None:
     """Of Qwen-Image-2.1, 1024², one control, 80 tokens."""
     ours, whole = script("work.py").text_alone_bytes()

@@ -403,6 +403,7 @@ def test_a_page_s_figure_is_what_the_estimator_says(figure: Figure, monkeypatch:
 
 
 PLANS = [("edit_lora_24gb", "edit_plus", row) for row in tables("24gb", "How long a step takes")[0][1:]]
+PLANS += [("edit_lora_24gb", "edit_plus", row) for row in tables("preferences", "What a pair takes")[0][1:]]
 PLANS += [("qwen_image_21_lora_24gb", "qwen_image_21", row) for row in tables("24gb", "Qwen-Image-2.1")[1][1:]]
 """Configuration, family, and a row of the tables of dry runs: settings, blocks, GB of the GPU, host memory, seconds."""
 

@@ -55,12 +55,12 @@ def old_print(image: Image.Image) -> Image.Image:
     return ImageOps.expand(ImageOps.crop(brown, width), width, "#fffbf0")
 
 
-def iter_squares(image: Image.Image) -> Iterator[Image.Image]:
-    """SQUARES squares from one end of the longer side to the other, large and small ones in turn, no two alike."""
-    for number in range(SQUARES):
+def iter_squares(image: Image.Image, squares: int = SQUARES, side_px: int = SIDE_PX) -> Iterator[Image.Image]:
+    """So many squares from one end of the longer side to the other, large and small ones in turn, no two alike."""
+    for number in range(squares):
         side = round(min(image.size) * (1.0, 0.8, 0.6)[number % 3])
-        left, top = ((whole - side) * number // (SQUARES - 1) for whole in image.size)
-        square = image.resize((SIDE_PX, SIDE_PX), Image.Resampling.LANCZOS, (left, top, left + side, top + side))
+        left, top = ((whole - side) * number // (squares - 1) for whole in image.size)
+        square = image.resize((side_px, side_px), Image.Resampling.LANCZOS, (left, top, left + side, top + side))
         yield ImageOps.mirror(square) if number % 2 else square
 
 

@@ -9,6 +9,7 @@
                                                     from DEMO: Chromium opens the pages of `qie watch`
     small-model-edits.jpg, small-model-curves.png   from WORK, as tools/train_small_model.py leaves it
     fp8-edits.jpg                                   by benchmarks/quality.py, which trains
+    preferences.jpg                                 by benchmarks/preferences.py, which trains
 
 For watch-pictures.png the run of DEMO has to have some: --set validation.samples. Screenshots need chromium.
 """
@@ -68,6 +69,11 @@ def train_in_fp8(_: argparse.Namespace, picture: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
 
 
+def train_on_pairs(_: argparse.Namespace, picture: Path) -> None:
+    options = ["--runs", "1", "--beta", "50", "500", "2000", "--pictures", str(picture)]
+    subprocess.run([sys.executable, "benchmarks/preferences.py", *options], cwd=ROOT, check=True)
+
+
 def show_run(sources: argparse.Namespace, picture: Path) -> None:
     with watching(sources.demo, "run") as address:
         screenshot(address, picture)
@@ -97,6 +103,7 @@ PICTURES: dict[str, Callable[[argparse.Namespace, Path], None]] = {
     "demo.jpg": take_demo,
     "fp8-edits.jpg": train_in_fp8,
     "memory.svg": draw_memory,
+    "preferences.jpg": train_on_pairs,
     "report.png": show_report,
     "small-model-curves.png": take_curves,
     "small-model-edits.jpg": take_edits,
