@@ -108,8 +108,13 @@ def read_prompts(content: bytes, where: object) -> list[SampleConfig]:
         raise UsageError("the samples are not JSON", where=where, expected=hint, found=error) from error
 
 
+def is_training(run: Path) -> bool:
+    """Whether a run trains into the folder, here or on a machine that shares its disk."""
+    return holder(run) is not None
+
+
 def _require_running(run: Path) -> None:
-    if holder(run) is None:
+    if not is_training(run):
         raise UsageError(
             "no run trains into this folder",
             where=run,

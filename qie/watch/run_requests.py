@@ -28,7 +28,7 @@ def obey(run: Path, action: str, values: Mapping[str, Any]) -> str:
     Raises:
         QieError: no run trains there, or it cannot be asked for that.
     """
-    from qie.training.control import ask, ask_prompts, take_back
+    from qie.training.control import ask, ask_prompts, is_training, take_back
 
     if action == "prompts":
         ask_prompts(run, _samples(values.get("samples")))
@@ -38,6 +38,8 @@ def obey(run: Path, action: str, values: Mapping[str, Any]) -> str:
         return "The next validation takes the prompts of the configuration."
     if action == "resume":
         take_back(run, "pause")
+        if not is_training(run):
+            return "No run trains into this folder, and nothing asks one to hold."
     elif action in ("pause", "checkpoint", "stop"):
         ask(run, cast("Wish", action))
     else:

@@ -156,3 +156,5 @@ def test_requests_without_a_page_are_the_files_that_a_run_obeys(
     ):
         assert words in told(run, f"--{request}", code=0)
         assert {path.name for path in (run / "control").iterdir()} == there, request
+    monkeypatch.setattr("qie.training.control.holder", lambda run: None)
+    assert "No run trains into this folder" in told(run, "--resume", code=0)
