@@ -8,8 +8,8 @@
     watch.png, watch-pictures.png, watch-precompute.png
                                                     from DEMO: Chromium opens the pages of `qie watch`
     small-model-edits.jpg, small-model-curves.png   from WORK, as tools/train_small_model.py leaves it
-    fp8-edits.jpg                                   by benchmarks/quality.py, which trains
-    preferences.jpg                                 by benchmarks/preferences.py, which trains
+    fp8-edits.jpg, preferences.jpg, preservation.jpg
+                                                    by benchmarks, which train
 
 For watch-pictures.png the run of DEMO has to have some: --set validation.samples. Screenshots need chromium.
 """
@@ -63,15 +63,12 @@ def take_curves(sources: argparse.Namespace, picture: Path) -> None:
     shutil.copyfile(sources.small_model / "curves.png", picture)
 
 
-def train_in_fp8(_: argparse.Namespace, picture: Path) -> None:
-    options = ["--steps", "200", "--photographs", "4", "--runs", "3", "--only", "fp8", "fp8 products"]
-    command = [sys.executable, "benchmarks/quality.py", *options, "--pictures", str(picture)]
-    subprocess.run(command, cwd=ROOT, check=True)
+def by(benchmark: str, *options: str) -> Callable[[argparse.Namespace, Path], None]:
+    def train(_: argparse.Namespace, picture: Path) -> None:
+        command = [sys.executable, f"benchmarks/{benchmark}", *options, "--pictures", str(picture)]
+        subprocess.run(command, cwd=ROOT, check=True)
 
-
-def train_on_pairs(_: argparse.Namespace, picture: Path) -> None:
-    options = ["--runs", "1", "--beta", "50", "500", "2000", "--pictures", str(picture)]
-    subprocess.run([sys.executable, "benchmarks/preferences.py", *options], cwd=ROOT, check=True)
+    return train
 
 
 def show_run(sources: argparse.Namespace, picture: Path) -> None:
@@ -101,9 +98,12 @@ def show_report(sources: argparse.Namespace, picture: Path) -> None:
 PICTURES: dict[str, Callable[[argparse.Namespace, Path], None]] = {
     "data.svg": draw_data,
     "demo.jpg": take_demo,
-    "fp8-edits.jpg": train_in_fp8,
+    "fp8-edits.jpg": by(
+        "quality.py", "--steps", "200", "--photographs", "4", "--runs", "3", "--only", "fp8", "fp8 products"
+    ),
     "memory.svg": draw_memory,
-    "preferences.jpg": train_on_pairs,
+    "preferences.jpg": by("preferences.py", "--runs", "1", "--beta", "50", "500", "2000"),
+    "preservation.jpg": by("preservation.py", "--photographs", "4", "--runs", "1"),
     "report.png": show_report,
     "small-model-curves.png": take_curves,
     "small-model-edits.jpg": take_edits,
