@@ -14,7 +14,7 @@ help:
 	@echo "make coverage  the tests, and which lines none of them reaches"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      the documentation as a site, in build/site"
-	@echo "make bench     all benchmarks, into docs/benchmarks.md (about 15 minutes on two idle cores)"
+	@echo "make bench     all benchmarks, into docs/benchmarks.md (about 30 minutes on two idle cores)"
 	@echo "make clean     remove what the demo wrote"
 
 # The files mark finished installations: an interrupted one starts again.

@@ -176,7 +176,9 @@ class SourceConfig(Section):
     columns: ColumnsConfig = ColumnsConfig()
     root: Place | None = Field(None, description="As data.root, for this source.")
     replace: dict[Annotated[str, Field(min_length=1)], str] = Field(
-        {}, description="Words of its prompts, and what stands in their place."
+        {},
+        description="Words of its prompts, and what stands in their place. With preserve, rows that have none of "
+        "them are left out.",
     )
     preserve: bool = Field(
         False,

@@ -14,8 +14,9 @@ from qie.data.batch import collate
 from qie.data.opening import open_stream
 from qie.data.plan import PlannedBatch
 from qie.data.sources import open_source
+from qie.data.sources.mixture import Reworded
 from qie.data.stream import Stream
-from qie.errors import ConfigError, UsageError
+from qie.errors import ConfigError, RowError, UsageError
 from qie.from_config import open_rows
 from qie.precompute import precompute
 from qie.pretrained import open_pretrained
@@ -24,7 +25,9 @@ from qie.training.model.lora import add_lora
 from qie.training.model.training_forward import use_training_forward
 from qie.training.objective import Objective, velocity
 from qie.training.reporting.metrics import METRICS_FILE, read_metrics
+from qie.types import Row
 from tests.training.adapters import randomise, transformer_of
+from tests.training.test_preference import ListSource
 
 SHIFT = {"base_shift": 0.5, "max_shift": 0.9, "base_tokens": 256, "max_tokens": 8192}
 
@@ -143,6 +146,21 @@ def shards(photos: Path, tiny_edit: Path, encoder, tmp_path_factory: pytest.Temp
 def run(config: Config, stream: Stream, **how) -> None:
     pretrained = open_pretrained(config.model.pretrained_model_name_or_path, components=("transformer", "scheduler"))
     train(config, pretrained, stream, Accelerator(cpu=True), **how)
+
+
+def test_a_preserved_source_has_only_captions_whose_words_are_replaced(photos: Path) -> None:
+    rows = [
+        Row(0, "a", b"", (), "a dog", more_prompts=("a sks dog", "sks dogs")),
+        Row(1, "b", b"", (), "a cat"),
+    ]
+    source = Reworded(ListSource(rows), {"sks dog": "dog"}, required=True)
+    assert (source.read(0).prompt, source.read(0).more_prompts) == ("a dog", ("dogs",))
+    with pytest.raises(RowError, match=r"(?s)none of the words to replace.*sks dog"):
+        source.read(1)
+    part = {"source": str(photos), "replace": {"sks dog": "dog"}}
+    assert open_source([part]).read(0).prompt == open_source(photos).read(0).prompt
+    with pytest.raises(RowError, match="none of the words to replace"):
+        open_source([part | {"preserve": True}]).read(0)
 
 
 def test_a_run_tells_the_loss_of_preserved_samples_apart(

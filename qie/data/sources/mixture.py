@@ -13,7 +13,7 @@ from pathlib import Path
 from qie.data.sources.layouts import Layout, Names
 from qie.data.sources.resolve import readable
 from qie.data.sources.source import Source, source_notes
-from qie.errors import SourceError
+from qie.errors import RowError, SourceError
 from qie.types import Row
 
 
@@ -26,7 +26,8 @@ class SourceSpec:
         name: its name in the mixture; the name of its file or folder when None.
         weight: how often its rows are drawn, relative to those of the others; sources only carry it.
         preset, columns, root: how it is read, see `open_source`.
-        replace: words of its prompts, and what stands in their place.
+        replace: words of its prompts, and what stands in their place. Of a preserved source's rows and captions, only
+            those that have such words are there.
         preserve: the model is to keep what it did with these rows before training; sources only carry it.
     """
 
@@ -86,10 +87,17 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class Reworded:
-    """The rows of a source, with other words in their prompts."""
+    """The rows of a source, with other words in their prompts.
+
+    Attributes:
+        source: the rows.
+        words: what is replaced, and by what.
+        required: only rows, and of their captions those, that have such words are there.
+    """
 
     source: Source
     words: Mapping[str, str]
+    required: bool = False
 
     def __len__(self) -> int:
         return len(self.source)
@@ -103,7 +111,15 @@ class Reworded:
 
     def read(self, index: int) -> Row:
         row = self.source.read(index)
-        return replace(row, prompt=self._of(row.prompt), more_prompts=tuple(map(self._of, row.more_prompts)))
+        prompts = [row.prompt, *row.more_prompts]
+        if self.required:
+            prompts = [prompt for prompt in prompts if any(words in prompt for words in self.words)]
+        if not prompts:
+            raise RowError(
+                "its prompt has none of the words to replace", where=row.name, expected=" or ".join(self.words)
+            )
+        first, *more = map(self._of, prompts)
+        return replace(row, prompt=first, more_prompts=tuple(more))
 
     def _of(self, prompt: str) -> str:
         for words, others in self.words.items():
@@ -131,7 +147,11 @@ class Mixture:
     def of(cls, sources: Sequence[tuple[SourceSpec, Source]]) -> Mixture:
         """A mixture of opened sources. Raises SourceError when there are none, or two have one name."""
         parts = tuple(
-            MixturePart(spec.title, spec.weight, Reworded(source, dict(spec.replace)) if spec.replace else source)
+            MixturePart(
+                spec.title,
+                spec.weight,
+                Reworded(source, dict(spec.replace), required=spec.preserve) if spec.replace else source,
+            )
             for spec, source in sources
         )
         if not parts:
