@@ -22,6 +22,10 @@ AT_ONCE = 4
 _PICTURE = re.compile(r"row-(\d{1,12})-(\d{1,2})\.jpg")
 
 
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="qie-skipped")
+
+
 @dataclass
 class SkippedPictures:
     """Reads rows of a source in a thread of its own; no page waits for one.
@@ -34,7 +38,7 @@ class SkippedPictures:
     _tried: set[int] = field(default_factory=set)
     _found: dict[int, list[bytes]] = field(default_factory=dict)
     _running: list[Future[None]] = field(default_factory=list)
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="qie-skipped"))
+    _pool: ThreadPoolExecutor = field(default_factory=_pool)
 
     def want(self, rows: Iterable[Skipped]) -> None:
         """Read some rows, later; of many, the first: whoever asks again gets the others."""
@@ -45,9 +49,9 @@ class SkippedPictures:
                 self._running.append(self._pool.submit(self._read, gone))
 
     def wait(self) -> None:
-        """Return when the rows that are being read were read."""
-        for one in self._running:
-            one.result()
+        """Return when the rows that are being read were read, and no thread is left."""
+        self._pool.shutdown()
+        self._pool = _pool()
 
     def names(self, row: int) -> list[str]:
         """The names of the pictures of a row that there are by now: its controls', then its target's."""

@@ -289,7 +289,7 @@ def measure(case: Case, folder: Path) -> Measured:
         return kind.from_config(described).to(torch_dtype)
 
     stream = SimpleNamespace(
-        samples=SimpleNamespace(columns=columns(case, pretrained.family)),
+        samples=SimpleNamespace(columns=columns(case, pretrained.family), paired=np.ones(1, bool)),
         epoch=0,
         state_dict=dict,
         forever=iter,

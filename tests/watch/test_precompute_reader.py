@@ -306,6 +306,7 @@ def test_a_skipped_row_has_its_pictures_as_far_as_its_source_gives_them(tmp_path
     precompute(rows, StubEncoder(), tmp_path, rows=(0, 4), shard_size=4)
     reader = PrecomputeReader(tmp_path, pictures)
     found = {row["row"]: row["pictures"] for one in reader.read()["skipped"]["reasons"] for row in one["rows"]}
+    pictures.wait()
     assert found == {0: ["row-0-0.jpg"], 2: []}
     assert reader.picture("row-0-0.jpg") == pictures.picture("row-0-0.jpg")
 
