@@ -106,6 +106,7 @@ class Case:
     budget_bytes: float = 0
     steps: int = 2
     family: str = "edit"
+    preserved: bool = False
 
 
 @dataclass
@@ -207,7 +208,8 @@ class Device(TorchDispatchMode):
         """In the place of `torch.tensor`, whose copy a mode does not see."""
         if device is not None and torch.device(device) == GPU:
             self.sync("tensor")
-        return torch.empty(np.shape(data), device=device, **options)
+        of_bools = {"dtype": torch.bool} if np.asarray(data).dtype == bool else {}
+        return torch.empty(np.shape(data), device=device, **of_bools | options)
 
     def sync(self, what: str) -> None:
         frame, where = sys._getframe(), []
@@ -297,6 +299,8 @@ def measure(case: Case, folder: Path) -> Measured:
     )
     kept = KeptActivations(*(case.blocks if value == "all" else int(value) for value in case.kept))
     setup = replace(plan_memory(config, pretrained, stream, accelerator), kept=kept)
+    if case.preserved:  # all samples are, and not the share that sources give
+        setup = replace(setup, base_passes=1)
     if case.budget_bytes:
         setup = fill_memory(setup, case.budget_bytes)
     with fake_gpu() as device, mock.patch.object(kind, "from_pretrained", read):
@@ -337,6 +341,7 @@ def prepared(case: Case, run: Run) -> Iterator[PreparedBatch]:
             empty_prompt_embeds_mask=None,
             image_slots=tuple(range(9, 9 + len(case.controls))) if family.interleaved else None,
             rejected_latent=latents[0].clone() if run.config.loss.of_pairs else None,
+            preserved=(True,) * count if case.preserved else (),
         )
         with unset_fake_temporarily(), mock.patch("torch.empty", unpinned):
             draws = replace(run.objective.draw(batch, number), dropped_prompts=torch.arange(count) % 2 == 1)

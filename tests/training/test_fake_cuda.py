@@ -30,6 +30,7 @@ CASES = {
     "edit, fp8, four samples, attention kept": Case(FP8, **FOUR, kept=(0, "all")),
     "all weights, attention and a block kept": Case(ALL, blocks=4, kept=(1, "all")),
     "edit, pairs": Case(PAIRS),
+    "edit, preserved": Case(preserved=True),
     "edit, four samples": Case(**FOUR),
     "edit, four samples, nothing recomputed": Case(WHOLE, **FOUR),
     "edit_plus": Case(**PLUS),
