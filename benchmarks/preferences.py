@@ -34,7 +34,8 @@ from accelerate.state import AcceleratorState
 from measuring import ROOT, Results, Row, absolute, beside, figure
 from measuring import parser as common
 from models import quiet
-from PIL import Image, ImageDraw, ImageFilter, ImageOps
+from PIL import Image, ImageFilter, ImageOps
+from sheet import sheet
 from skimage.filters import laplace
 from skimage.metrics import peak_signal_noise_ratio
 
@@ -383,26 +384,15 @@ def cpu_seconds(run: Run) -> float:
 
 def beside_each_other(columns: dict[str, Judged], edit: str) -> Image.Image:
     """A row for some photographs: before, the true edit, and each model's picture with its PSNR and sharpness."""
-    side, line = 192, 16
-    first = next(iter(columns.values()))
-    chosen = list(islice((at for at, one in enumerate(first.asked) if one.edit == edit), 4))
-    page = Image.new("RGB", ((2 + len(columns)) * side, len(chosen) * (side + line) + line), "white")
-    pen = ImageDraw.Draw(page)
-    for column, name in enumerate(["before", "true", *columns]):
-        pen.text((column * side + 4, 2), name, "black")
-    for number, at in enumerate(chosen):
-        one, top = first.asked[at], line + number * (side + line)
-        whole = sharpness(one.true)
-        shown = [(one.before, ""), (one.true, "sharpness 1")]
-        for judged in columns.values():
-            picture = judged.pictures[at]
-            words = f"{psnr(picture, one.true):.1f} dB, sharpness {sharpness(picture) / whole:.2f}"
-            shown.append((picture, words))
-        for column, (image, words) in enumerate(shown):
-            large = image.convert("RGB").resize((side, side), Image.Resampling.NEAREST)
-            page.paste(large, (column * side, top))
-            pen.text((column * side + 4, top + side + 2), words, "black")
-    return page
+    asked = next(iter(columns.values())).asked
+    chosen = islice((at for at, one in enumerate(asked) if one.edit == edit), 4)
+    rows = []
+    for at in chosen:
+        one, whole = asked[at], sharpness(asked[at].true)
+        pictures = [judged.pictures[at] for judged in columns.values()]
+        words = [f"{psnr(each, one.true):.1f} dB, sharpness {sharpness(each) / whole:.2f}" for each in pictures]
+        rows.append([(one.before, ""), (one.true, "sharpness 1"), *zip(pictures, words, strict=True)])
+    return sheet(["before", "true", *columns], rows, 192, Image.Resampling.NEAREST)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ with the same noise; and of other edits, of which training has no row.
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import subprocess
 import sys
@@ -28,8 +27,9 @@ import numpy as np
 from measuring import ROOT, Results, absolute, figure
 from measuring import parser as common
 from models import quiet
-from PIL import Image, ImageDraw
+from PIL import Image
 from quality import DEMO, held_out, opened
+from sheet import sheet
 from skimage.metrics import peak_signal_noise_ratio
 
 import qie
@@ -130,7 +130,6 @@ def prepare(work: Path, options: argparse.Namespace) -> None:
     subprocess.run([sys.executable, str(tool), str(work)], check=True, capture_output=True)
     for caption in (work / "photos" / "training_images").glob("*.txt"):
         caption.write_text(f"{PROMPTS['subject']}\n", encoding="utf-8")
-    shutil.rmtree(work / "shards", ignore_errors=True)
     for variant in VARIANTS:
         config = configured(work, options, variant, 0)
         rows, encoder = qie.open_rows(config), qie.open_encoder(config)
@@ -161,22 +160,14 @@ def generated(work: Path, options: argparse.Namespace, config: Config, adapter: 
 
 def beside_each_other(work: Path, found: dict[str, Pictures]) -> Image.Image:
     """A row for each photograph: before, and the pictures of subject and class by the base and by both runs."""
-    side, line, shown = 128, 16, ("subject", "class")
-    controls = [control for control, *_ in held_out(work)][: min(len(found["base"]["class"]), 4)]
-    page = Image.new("RGB", ((1 + len(shown) * len(found)) * side, len(controls) * (side + line) + line), "white")
-    pen = ImageDraw.Draw(page)
-    columns = [(prompt, name) for prompt in shown for name in found]
-    for column, words in enumerate(["before", *(f"{prompt}, {name}" for prompt, name in columns)]):
-        pen.text((column * side + 4, 2), words, "black")
-    for number, control in enumerate(controls):
-        top = line + number * (side + line)
-        pictures = [Picture(control, 0), *(found[name][prompt][number] for prompt, name in columns)]
-        for column, picture in enumerate(pictures):
-            image = picture.image.convert("RGB").resize((side, side), Image.Resampling.LANCZOS)
-            page.paste(image, (column * side, top))
-            if column:
-                pen.text((column * side + 4, top + side + 2), f"{picture.psnr:.1f} dB", "black")
-    return page
+    columns = [(prompt, name) for prompt in ("subject", "class") for name in found]
+    rows = [
+        [(control, ""), *((picture.image, f"{picture.psnr:.1f} dB") for picture in pictures)]
+        for (control, *_), *pictures in zip(
+            held_out(work), *(found[name][prompt] for prompt, name in columns), strict=False
+        )
+    ]
+    return sheet(["before", *(f"{prompt}, {name}" for prompt, name in columns)], rows[:4])
 
 
 if __name__ == "__main__":

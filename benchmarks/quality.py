@@ -31,7 +31,8 @@ from accelerate.state import AcceleratorState
 from measuring import ROOT, Results, Row, absolute, figure
 from measuring import parser as common
 from models import quiet
-from PIL import Image, ImageDraw
+from PIL import Image
+from sheet import sheet
 from skimage.metrics import peak_signal_noise_ratio
 
 import qie
@@ -224,23 +225,13 @@ def gradients(config: Config) -> dict[str, torch.Tensor]:
 
 def beside_each_other(work: Path, found: dict[str, Learnt]) -> Image.Image:
     """A row for some photographs: before, what was to be, and each variant's edit with its PSNR."""
-    side, line = 128, 16
-    count = min(len(found[PLAIN].edits), 4)
-    page = Image.new("RGB", ((2 + len(found)) * side, count * (side + line) + line), "white")
-    pen = ImageDraw.Draw(page)
-    for column, name in enumerate(["before", "true", *found]):
-        pen.text((column * side + 4, 2), name, "black")
-    for number, (control, true, _) in enumerate(held_out(work)[:count]):
-        top = line + number * (side + line)
-        edits = [
-            (control, ""),
-            (true, ""),
-            *((image, f"{psnr:.1f} dB") for image, psnr in (learnt.edits[number] for learnt in found.values())),
-        ]
-        for column, (image, words) in enumerate(edits):
-            page.paste(image.convert("RGB").resize((side, side), Image.Resampling.LANCZOS), (column * side, top))
-            pen.text((column * side + 4, top + side + 2), words, "black")
-    return page
+    rows = [
+        [(control, ""), (true, ""), *((image, f"{psnr:.1f} dB") for image, psnr in edits)]
+        for (control, true, _), *edits in zip(
+            held_out(work), *(learnt.edits for learnt in found.values()), strict=False
+        )
+    ]
+    return sheet(["before", "true", *found], rows[:4])
 
 
 if __name__ == "__main__":

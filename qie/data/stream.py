@@ -370,8 +370,7 @@ class Stream(IterableDataset[Batch]):
     def _preserved(self, planned: PlannedBatch) -> tuple[bool, ...]:
         if not self.preserved:
             return ()
-        columns = self.samples.columns
-        return tuple(columns.source_names[columns.sources[one]] in self.preserved for one in planned.positions)
+        return tuple(self.samples.columns.of_sources(self.preserved, planned.positions).tolist())
 
     def _fetch(self, position: int) -> Sample:
         read = self.samples.fetch
@@ -491,8 +490,7 @@ def _require_preserved(samples: Samples, preserved: frozenset[str]) -> None:
             expected=f"one of {', '.join(map(repr, columns.source_names))}",
             hint="name the sources as they were named when the shards were written",
         )
-    numbers = [number for number, name in enumerate(columns.source_names) if name in preserved]
-    mine = np.isin(columns.sources, numbers)
+    mine = columns.of_sources(preserved)
     if mine.all():
         raise UsageError(
             "all samples are of preserved sources",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -60,6 +60,13 @@ class Columns:
         for start in range(0, len(self), CHUNK):
             counts += np.bincount(self.shapes[start : start + CHUNK], minlength=len(counts))
         return counts
+
+    def of_sources(
+        self, names: Collection[str], positions: Sequence[int] | NDArray[np.int64] | None = None
+    ) -> NDArray[np.bool_]:
+        """Whether samples, all or those at some positions, are of one of the named sources."""
+        numbers = [number for number, name in enumerate(self.source_names) if name in names]
+        return np.isin(self.sources if positions is None else self.sources[np.asarray(positions)], numbers)
 
     @property
     def blocks(self) -> NDArray[np.int32]:

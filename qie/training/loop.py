@@ -181,14 +181,13 @@ def _open(
 
 def unvalidated(stream: Stream) -> Iterator[str]:
     """A warning if the validation loss is of no row: those that are kept out are all of preserved sources."""
-    if stream.preserved and stream.plans.whole and len(stream.held_out):
-        columns = stream.samples.columns
-        names = {columns.source_names[number] for number in columns.sources[stream.held_out].tolist()}
-        if names <= stream.preserved:
-            yield (
-                "warning: there is no validation loss: the rows that are kept out for it are all of preserved sources; "
-                "raise validation.rows"
-            )
+    if not (stream.preserved and stream.plans.whole and len(stream.held_out)):
+        return
+    if stream.samples.columns.of_sources(stream.preserved, stream.held_out).all():
+        yield (
+            "warning: there is no validation loss: the rows that are kept out for it are all of preserved sources; "
+            "raise validation.rows"
+        )
 
 
 _OF_ONE_VALUE = (

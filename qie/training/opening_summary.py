@@ -62,9 +62,7 @@ def _samples(stream: Stream, pretrained: PretrainedModel) -> str:
 
 def _preserved(stream: Stream) -> int:
     """Of the samples that are trained on."""
-    columns = stream.samples.columns
-    numbers = [number for number, name in enumerate(columns.source_names) if name in stream.preserved]
-    return int(np.isin(np.delete(columns.sources, stream.held_out), numbers).sum())
+    return int(np.delete(stream.samples.columns.of_sources(stream.preserved), stream.held_out).sum())
 
 
 def _trained(config: Config, accelerator: Accelerator, setup: Setup) -> str:

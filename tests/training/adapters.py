@@ -14,6 +14,7 @@ from qie.data.sources import open_source
 from qie.pretrained import open_pretrained
 from qie.training.model.load import load_transformer
 from qie.training.model.lora import add_lora
+from qie.training.model.training_forward import use_training_forward
 from qie.training.objective import velocity
 
 
@@ -37,6 +38,31 @@ def trained_adapter(folder: Path, seed: int = 2, **lora):
     transformer = transformer_of(folder)
     add_lora(transformer, LoraConfig(**lora), seed=1)
     return randomise(transformer, seed)
+
+
+def base_and_adapted(folder: Path):
+    """The model as it was, and with an adapter that has learnt something, both as training calls them."""
+    base, model = transformer_of(folder), transformer_of(folder)
+    add_lora(model, LoraConfig(r=2), seed=0)
+    randomise(model).train()
+    use_training_forward(base)
+    use_training_forward(model)
+    return base, model
+
+
+def taken_gradients(model) -> dict[str, torch.Tensor]:
+    """Those of the trained weights, which are left without."""
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+def assert_gradients(model, expected: dict[str, torch.Tensor]) -> None:
+    """Of each trained weight, up to 1e-6 of the largest."""
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            assert (expected[name] - weight.grad).abs().max() <= 1e-6 * max(largest, 1), name
 
 
 def batch_of(samples, dtype: torch.dtype = torch.float32):

@@ -32,7 +32,7 @@ from qie.training.run import require_pairs
 from qie.types import Row
 from tests.builders import make_sample, write_shard
 from tests.test_rejected import blurred
-from tests.training.adapters import randomise, transformer_of
+from tests.training.adapters import assert_gradients, base_and_adapted, randomise, taken_gradients, transformer_of
 
 MODEL = ("transformer", "scheduler")
 SHIFT = {"base_shift": 0.5, "max_shift": 0.9, "base_tokens": 256, "max_tokens": 8192}
@@ -74,17 +74,12 @@ def batch(photos: Path, family_encoder):
 def test_loss_and_gradient_are_those_of_a_plain_implementation(
     tiny_model: Path, family: str, batch, supervised: float
 ) -> None:
-    base, model = transformer_of(tiny_model), transformer_of(tiny_model)
-    add_lora(model, LoraConfig(r=2), seed=0)
-    randomise(model).train()
-    use_training_forward(base)
-    use_training_forward(model)
+    base, model = base_and_adapted(tiny_model)
     made = objective(family, beta=2.0, supervised_weight=supervised)
     draws = made.draw(batch, 5)
     found = made.losses(model, batch, draws)
     found.mean.backward()
-    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-    model.zero_grad()
+    gradients = taken_gradients(model)
 
     sigmas, moved = found.sigmas, made.moved(batch)
 
@@ -103,10 +98,7 @@ def test_loss_and_gradient_are_those_of_a_plain_implementation(
     (expected * moved.weight).mean().backward()
     assert (found.loss - expected).abs().max() < 1e-5
     assert (found.rewards.margin - margin).abs().max() < 1e-4 and margin.abs().min() > 1e-4
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            assert (gradients[name] - weight.grad).abs().max() <= 1e-6 * max(largest, 1), name
+    assert_gradients(model, gradients)
 
 
 def test_the_reference_is_the_model_without_the_trained_adapter_alone(tiny_model: Path, family: str, batch) -> None:

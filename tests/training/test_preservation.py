@@ -26,7 +26,7 @@ from qie.training.model.training_forward import use_training_forward
 from qie.training.objective import Objective, velocity
 from qie.training.reporting.metrics import METRICS_FILE, read_metrics
 from qie.types import Row
-from tests.training.adapters import randomise, transformer_of
+from tests.training.adapters import assert_gradients, base_and_adapted, taken_gradients, transformer_of
 from tests.training.test_preference import ListSource
 
 SHIFT = {"base_shift": 0.5, "max_shift": 0.9, "base_tokens": 256, "max_tokens": 8192}
@@ -51,18 +51,13 @@ def batch(photos: Path, family_encoder):
 def test_a_preserved_sample_learns_what_the_model_predicts_without_its_adapter(
     tiny_model: Path, family: str, batch
 ) -> None:
-    base, model = transformer_of(tiny_model), transformer_of(tiny_model)
-    add_lora(model, LoraConfig(r=2), seed=0)
-    randomise(model).train()
-    use_training_forward(base)
-    use_training_forward(model)
+    base, model = base_and_adapted(tiny_model)
     k = 2 if family == "qwen_image_21" else 1
     made = objective(family, k)
     draws = made.draw(batch, 5)
     found = made.losses(model, batch, draws)
     found.mean.backward()
-    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-    model.zero_grad()
+    gradients = taken_gradients(model)
 
     moved, at = made.moved(batch), found.sigmas[:, None, None, None, None]
     latent = moved.pixel_latent.repeat_interleave(k, 0)
@@ -74,10 +69,7 @@ def test_a_preserved_sample_learns_what_the_model_predicts_without_its_adapter(
     (expected * found.weight).mean().backward()
     assert found.preserved.tolist() == [False] * k + [True] * k and expected.detach().min() > 1e-4
     assert (found.loss - expected).abs().max() < 1e-6
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            assert (gradients[name] - weight.grad).abs().max() <= 1e-6 * max(largest, 1), name
+    assert_gradients(model, gradients)
 
 
 def test_before_the_first_step_nothing_is_to_be_learnt_of_a_preserved_sample(
